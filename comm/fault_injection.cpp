@@ -1,0 +1,90 @@
+#include "comm/fault_injection.h"
+
+#ifdef KVGRID_FAULT_INJECTION
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <charconv>
+#include <csignal>
+#include <cstdlib>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include <kvgrid/error.h>
+
+namespace kvgrid::comm {
+namespace {
+
+struct Fault {
+    int signal = 0;
+    std::string place;
+    int rank = 0;
+    int count = 1;
+};
+
+int parseNumber(std::string_view text, std::string_view whole) {
+    int number = 0;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+    if (error != std::errc{} || end != text.data() + text.size() || number < 0) {
+        throw Error(ErrorCode::invalid_argument,
+                    fmt::format("KVGRID_FAULT={}: \"{}\" is no count", whole, text));
+    }
+    return number;
+}
+
+// A fault that is misspelt would let a test of faults pass without one.
+Fault parse(std::string_view text) {
+    std::vector<std::string_view> parts;
+    for (std::size_t begin = 0; begin <= text.size();) {
+        const std::size_t end = std::min(text.find(':', begin), text.size());
+        parts.push_back(text.substr(begin, end - begin));
+        begin = end + 1;
+    }
+    const bool kill = !parts.empty() && parts[0] == "kill";
+    const bool stop = !parts.empty() && parts[0] == "stop";
+    const bool place = parts.size() > 1 && (parts[1] == "start" || parts[1] == "append" ||
+                                            parts[1] == "attend" || parts[1] == "join");
+    if (!(kill || stop) || !place || parts.size() < 3 || parts.size() > 4) {
+        throw Error(ErrorCode::invalid_argument,
+                    fmt::format("KVGRID_FAULT={}: expected <kill|stop>:<start|append|attend|join>:"
+                                "<rank>[:<count>]",
+                                text));
+    }
+    Fault fault;
+    fault.signal = kill ? SIGKILL : SIGSTOP;
+    fault.place = parts[1];
+    fault.rank = parseNumber(parts[2], text);
+    if (parts.size() == 4) fault.count = parseNumber(parts[3], text);
+    return fault;
+}
+
+const std::optional<Fault>& configuredFault() {
+    static const std::optional<Fault> fault = []() -> std::optional<Fault> {
+        const char* text = std::getenv("KVGRID_FAULT");
+        if (text == nullptr || *text == '\0') return std::nullopt;
+        return parse(text);
+    }();
+    return fault;
+}
+
+}  // namespace
+
+void faultPoint(const char* place, int rank) {
+    const auto& fault = configuredFault();
+    if (!fault || fault->rank != rank || fault->place != place) return;
+    static int visits = 0;
+    if (++visits != fault->count) return;
+    const std::string line = fmt::format("kvgrid: rank {}: injected fault: {} at {}\n", rank,
+                                         fault->signal == SIGKILL ? "SIGKILL" : "SIGSTOP", place);
+    [[maybe_unused]] const auto written = ::write(STDERR_FILENO, line.data(), line.size());
+    ::kill(::getpid(), fault->signal);
+}
+
+}  // namespace kvgrid::comm
+
+#endif  // KVGRID_FAULT_INJECTION

@@ -1,0 +1,139 @@
+#include "comm/watchdog.h"
+
+#include <poll.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cinttypes>
+#include <condition_variable>
+#include <cstdio>
+#include <mutex>
+#include <thread>
+
+namespace kvgrid::comm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int deadline_exit_code = 5;
+constexpr std::chrono::milliseconds longest_nap{100};
+constexpr std::chrono::milliseconds shortest_nap{1};
+// Keeps `since + timeout` inside the clock's range.
+constexpr std::chrono::milliseconds longest_timeout = std::chrono::hours(24 * 365 * 10);
+
+// A pipe that nobody reads must not keep the process alive.
+void writeToStderr(const char* text, std::size_t bytes) {
+    pollfd descriptor{STDERR_FILENO, POLLOUT, 0};
+    if (::poll(&descriptor, 1, 100) != 1) return;
+    [[maybe_unused]] const auto written = ::write(STDERR_FILENO, text, bytes);
+}
+
+}  // namespace
+
+// One writer, the main thread; one reader, the watchdog's. `sequence` is odd while an operation
+// runs. The reader discards what it read when the sequence has moved meanwhile: then the main
+// thread is alive. Data is stored with release and loaded with acquire, so that whoever sees a new
+// value also sees that the sequence has moved.
+struct Watchdog::State {
+    int rank = 0;
+    std::chrono::milliseconds timeout{0};
+
+    std::atomic<std::uint64_t> sequence{0};
+    std::atomic<const char*> operation{nullptr};
+    std::atomic<Clock::rep> since{0};
+    std::atomic<std::int64_t> step{-1};
+    std::atomic<int> layer{-1};
+    bool watching = false;  // the writer's own
+
+    std::mutex mutex;
+    std::condition_variable wake;
+    bool stopping = false;
+    std::thread thread;
+
+    void begin(const char* what) noexcept {
+        operation.store(what, std::memory_order_release);
+        since.store(Clock::now().time_since_epoch().count(), std::memory_order_release);
+        sequence.store(sequence.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+    }
+
+    void end() noexcept {
+        sequence.store(sequence.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+    }
+
+    void checkDeadline() {
+        const auto before = sequence.load(std::memory_order_acquire);
+        if (before % 2 == 0) return;
+        const char* what = operation.load(std::memory_order_acquire);
+        const Clock::duration begun{since.load(std::memory_order_acquire)};
+        if (sequence.load(std::memory_order_relaxed) != before) return;
+        if (Clock::now().time_since_epoch() - begun < timeout) return;
+        report(what);
+        ::_exit(deadline_exit_code);
+    }
+
+    void report(const char* what) {
+        std::array<char, 96> place{};
+        const auto at_step = step.load(std::memory_order_relaxed);
+        const int at_layer = layer.load(std::memory_order_relaxed);
+        if (at_step >= 0 && at_layer >= 0) {
+            std::snprintf(place.data(), place.size(), "step %" PRId64 ", layer %d: ", at_step,
+                          at_layer);
+        } else if (at_step >= 0) {
+            std::snprintf(place.data(), place.size(), "step %" PRId64 ": ", at_step);
+        }
+        const bool whole_seconds = timeout.count() % 1000 == 0;
+        const std::int64_t amount = whole_seconds ? timeout.count() / 1000 : timeout.count();
+        std::array<char, 512> line{};
+        const int length = std::snprintf(
+            line.data(), line.size(), "kvgrid: rank %d: %s%s did not end within %" PRId64 " %s\n",
+            rank, place.data(), what, amount, whole_seconds ? "s" : "ms");
+        writeToStderr(line.data(),
+                      std::min(static_cast<std::size_t>(std::max(length, 0)), line.size() - 1));
+    }
+
+    void run() {
+        const auto nap = std::clamp(timeout / 10, shortest_nap, longest_nap);
+        std::unique_lock lock(mutex);
+        while (!wake.wait_for(lock, nap, [this] { return stopping; }))
+            checkDeadline();
+    }
+};
+
+Watchdog::Watchdog(int rank, std::chrono::milliseconds timeout)
+    : state_(std::make_unique<State>()) {
+    state_->rank = rank;
+    state_->timeout = std::min(timeout, longest_timeout);
+    state_->thread = std::thread([state = state_.get()] { state->run(); });
+}
+
+Watchdog::~Watchdog() {
+    {
+        const std::lock_guard lock(state_->mutex);
+        state_->stopping = true;
+    }
+    state_->wake.notify_one();
+    state_->thread.join();
+}
+
+void Watchdog::setPlace(std::int64_t step, int layer) noexcept {
+    state_->step.store(step, std::memory_order_relaxed);
+    state_->layer.store(layer, std::memory_order_relaxed);
+}
+
+Watch::Watch(Watchdog& watchdog, const char* operation) noexcept
+    : watchdog_(&watchdog),
+      outermost_(!watchdog.state_->watching) {
+    if (!outermost_) return;
+    watchdog_->state_->watching = true;
+    watchdog_->state_->begin(operation);
+}
+
+Watch::~Watch() {
+    if (!outermost_) return;
+    watchdog_->state_->end();
+    watchdog_->state_->watching = false;
+}
+
+}  // namespace kvgrid::comm

@@ -1,0 +1,44 @@
+// A thread that ends this process when one operation outlasts its deadline.
+//
+// The main thread says what it is about to do (a Watch); the watchdog reads (operation, since when)
+// and, past the timeout, prints rank, step and operation on stderr and ends the process with exit
+// code 5 by _exit: it never calls MPI, and mpirun then ends the other ranks.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+
+namespace kvgrid::comm {
+
+class Watchdog {
+public:
+    Watchdog(int rank, std::chrono::milliseconds timeout);
+    ~Watchdog();
+    Watchdog(const Watchdog&) = delete;
+    Watchdog& operator=(const Watchdog&) = delete;
+
+    // Where the job is, for the message. layer -1: none.
+    void setPlace(std::int64_t step, int layer) noexcept;
+
+private:
+    friend class Watch;
+    struct State;
+    std::unique_ptr<State> state_;
+};
+
+// Watches one operation while it lives. Nesting keeps the outermost. Cheap: two stores.
+class Watch {
+public:
+    // `operation` is a string literal: "all-gather".
+    Watch(Watchdog& watchdog, const char* operation) noexcept;
+    ~Watch();
+    Watch(const Watch&) = delete;
+    Watch& operator=(const Watch&) = delete;
+
+private:
+    Watchdog* watchdog_;
+    bool outermost_;
+};
+
+}  // namespace kvgrid::comm

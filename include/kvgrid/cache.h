@@ -1,0 +1,174 @@
+// The sharded KV cache. Every rank makes the same calls; rank 0's arguments count where they decide
+// something.
+//
+//   auto step = cache.begin(requests).value();          // rank 0 plans, all ranks apply
+//   for (int layer = 0; layer < layers; ++layer) {
+//       cache.append(step, layer, q, k, v);             // rotates, quantises, writes
+//       cache.attend(step, layer, out, Output::gathered);
+//   }
+//   cache.advance(step);                                // commits the lengths, once
+//
+// Device and transport failures throw Error; the job cannot go on after one.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <kvgrid/config.h>
+#include <kvgrid/error.h>
+#include <kvgrid/process.h>
+#include <kvgrid/types.h>
+
+namespace kvgrid {
+
+struct Request {
+    enum class Kind : std::uint8_t { allocate, release, pause, resume, run };
+
+    Kind kind = Kind::run;
+    SequenceId sequence{};  // all but allocate
+    std::int64_t tokens =
+        0;             // allocate: the most tokens it will ever hold; run: new tokens of this step
+    int priority = 0;  // allocate: among cold sequences the lowest is offloaded first
+};
+
+// What rank 0 asks of one step, in call order.
+class Requests {
+public:
+    Requests& allocate(std::int64_t max_length, int priority = 0);
+    Requests& release(SequenceId sequence);
+    Requests& pause(SequenceId sequence);  // it will not run until resumed: its blocks are cold
+    Requests& resume(SequenceId sequence);
+    Requests& run(SequenceId sequence, std::int64_t new_tokens = 1);
+
+    [[nodiscard]] std::span<const Request> all() const noexcept { return requests_; }
+
+private:
+    std::vector<Request> requests_;
+};
+
+// `wait`: it does not fit now, but would with other sequences out of the way; nothing changed.
+// `never`: misuse (an unknown sequence, past its max_length), or larger than the tiers; nothing
+// changed.
+struct Answer {
+    enum class Status : std::uint8_t { done, wait, never };
+
+    Status status = Status::done;
+    SequenceId sequence{};  // allocate: the new one, or -1
+    std::string why;        // empty when done
+};
+
+// One row of q, k, v and out.
+struct TokenRow {
+    SequenceId sequence{};
+    std::int64_t position = 0;
+};
+
+// One forward pass of the running batch. A handle; only the newest one is valid.
+class Step {
+public:
+    [[nodiscard]] std::int64_t number() const noexcept { return number_; }
+    // One for each request, in call order, on every rank.
+    [[nodiscard]] const std::vector<Answer>& answers() const noexcept { return answers_; }
+    // Which sequence and position each token row is: the sequences whose run was answered done, in
+    // call order, each with its new tokens in order.
+    [[nodiscard]] const std::vector<TokenRow>& rows() const noexcept { return rows_; }
+    // Sequences in the step: what `accepted` of advance counts.
+    [[nodiscard]] std::int64_t runs() const noexcept { return runs_; }
+
+private:
+    friend class Cache;
+    std::int64_t number_ = 0;
+    std::int64_t runs_ = 0;
+    std::vector<Answer> answers_;
+    std::vector<TokenRow> rows_;
+};
+
+struct CacheStats {
+    std::int64_t device_blocks = 0;  // of each rank's pool: the least over ranks
+    std::int64_t device_blocks_free = 0;
+    std::int64_t host_blocks = 0;
+    std::int64_t host_blocks_free = 0;
+    std::int64_t offloaded_blocks = 0;  // copies device to host so far
+    std::int64_t restored_blocks = 0;   // copies host to device so far
+    std::int64_t distinct_offloaded_blocks =
+        0;                         // different blocks of sequences that were ever offloaded
+    std::int64_t block_bytes = 0;  // on one rank
+};
+
+// This rank's runs of heads, by their numbers in the model.
+struct CacheHeads {
+    int first_query_head = 0;
+    int query_heads = 0;
+    int first_kv_head = 0;
+    int kv_heads = 0;
+};
+
+struct CacheTiming {
+    double begin_s = 0;  // planning, broadcast, block copies, uploads
+    double append_s = 0;
+    double attend_s = 0;  // without the join
+    double join_s = 0;    // conversion to the output format, and waiting for the slowest rank
+};
+
+class Cache {
+public:
+    // Collective. invalid_argument: the configuration, by name. does_not_fit: the pools, and by how
+    // much.
+    [[nodiscard]] static Result<Cache> create(Process& process, const CacheConfig& config);
+
+    Cache(Cache&&) noexcept;
+    Cache& operator=(Cache&&) noexcept;
+    ~Cache();
+
+    // Collective. Plans the requests on rank 0 and applies the plan on all ranks. A step that was
+    // not advanced is dropped: its tokens stay appended but not committed.
+    [[nodiscard]] Result<Step> begin(const Requests& requests);
+
+    // Writes K and V of the step's new tokens into one layer, and keeps q for attend. Local: no
+    // communication. The inputs stay as they are; repeating a call changes nothing.
+    //   q  [rows, query heads of this rank, head_dim]  input_format; null: K and V only
+    //   k  [rows, KV heads of this rank, head_dim]
+    //   v  [rows, KV heads of this rank, head_dim]
+    // rows = step.rows().size(). Device pointers on CUDA.
+    [[nodiscard]] Result<void> append(const Step& step, int layer, const void* q, const void* k,
+                                      const void* v, cudaStream_t stream = nullptr);
+
+    // Attention of the step's rows over their sequences, causal, own token included. Collective
+    // when the output is gathered.
+    //   out  [rows, query heads (all, or of this rank when sharded), head_dim]  output_format
+    [[nodiscard]] Result<void> attend(const Step& step, int layer, void* out, Output output,
+                                      cudaStream_t stream = nullptr);
+
+    // Commits the step: each running sequence grows by its new tokens, or by accepted[i] of them
+    // (0 <= accepted[i] <= new tokens; i in the order of the runs answered done; rank 0's counts,
+    // valid on other ranks from the next begin). invalid_argument: beyond what every layer has
+    // appended.
+    [[nodiscard]] Result<void> advance(const Step& step);
+    [[nodiscard]] Result<void> advance(const Step& step, std::span<const std::int64_t> accepted);
+
+    // Committed tokens. invalid_argument: unknown sequence.
+    [[nodiscard]] Result<std::int64_t> length(SequenceId sequence) const;
+
+    // K and V as stored (rotated, kv_format) of the committed tokens of one layer on this rank:
+    //   k, v  [length, KV heads of this rank, head_dim]
+    // does_not_fit: some of its blocks are in host memory; run the sequence first.
+    [[nodiscard]] Result<void> gather(SequenceId sequence, int layer, void* k, void* v,
+                                      cudaStream_t stream = nullptr);
+
+    [[nodiscard]] const CacheConfig& config() const noexcept;  // grid and pool sizes as chosen
+    [[nodiscard]] CacheHeads heads() const noexcept;           // of this rank
+    // Collective: rank 0's numbers on every rank.
+    [[nodiscard]] CacheStats stats();
+    // Seconds this rank spent in each part since the last call.
+    [[nodiscard]] CacheTiming takeTiming() noexcept;
+
+private:
+    struct State;
+    explicit Cache(std::unique_ptr<State> state);
+    std::unique_ptr<State> state_;
+};
+
+}  // namespace kvgrid

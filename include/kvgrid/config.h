@@ -1,0 +1,84 @@
+// What a cache is made for: the model's geometry, the grid of ranks, and the sizes of the tiers.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include <kvgrid/error.h>
+#include <kvgrid/types.h>
+
+namespace kvgrid {
+
+// Layers alike in KV heads, head dim, window and format. They share blocks and block tables.
+struct LayerGroup {
+    std::vector<int> layers;  // indices in [0, Geometry::layers), ascending
+    int kv_heads = 0;
+    int head_dim = 0;
+    std::int64_t window = 0;  // tokens a query sees, itself included; 0: all of them
+};
+
+// What the model's attention looks like. Layers without KV (recurrent ones) are in no group.
+struct Geometry {
+    int layers = 0;
+    int query_heads = 0;
+    std::vector<LayerGroup> groups;
+
+    // All layers alike.
+    [[nodiscard]] static Geometry uniform(int layers, int query_heads, int kv_heads, int head_dim);
+};
+
+// Frequency scaling of Llama 3.1 (Meta, "The Llama 3 Herd of Models", 2024, and its reference
+// code).
+struct Llama3Scaling {
+    double factor = 8.0;
+    double low_freq_factor = 1.0;
+    double high_freq_factor = 4.0;
+    double original_max_position = 8192.0;
+};
+
+// Rotary position embedding (Su et al., arXiv 2104.09864), "rotate half" pairing: element i with
+// element i + dim / 2. The angle is fp64(position) x inverse frequency, reduced before it becomes
+// fp32. dim = 0: none (the engine rotated already, or the model has none).
+struct RotaryEmbedding {
+    int dim = 0;  // rotated elements of a head, even, at most head_dim
+    double theta = 10000.0;
+    std::optional<Llama3Scaling> llama3;
+};
+
+// The ranks as a grid: world size = heads x context. 0 x 0: chosen by Cache::create.
+struct Grid {
+    int heads = 0;
+    int context = 0;
+
+    friend bool operator==(const Grid&, const Grid&) = default;
+};
+
+// The grid for `ranks` ranks, or why there is none (the message lists the rank counts that would
+// do). A requested grid of 0 x 0 means auto. The context axis is 1 in this version.
+[[nodiscard]] Result<Grid> chooseGrid(const Geometry& geometry, int ranks, Grid requested = {});
+
+struct CacheConfig {
+    Geometry geometry;
+    Grid grid;
+    NumberFormat kv_format = NumberFormat::bf16;
+    NumberFormat input_format = NumberFormat::bf16;   // of q, k and v: fp32, fp16 or bf16
+    NumberFormat output_format = NumberFormat::fp32;  // of attention outputs: fp32, fp16 or bf16
+    RotaryEmbedding rotary;
+    double softmax_scale = 0.0;  // of q.k; 0: 1 / sqrt(head_dim)
+
+    PoolLayout layout = PoolLayout::block_major;
+    int block_size = 64;  // tokens, a power of two in [1, 256]; ignored by contiguous
+    std::int64_t device_blocks =
+        0;                         // of each layer group on this rank; the least over ranks counts
+    std::int64_t host_blocks = 0;  // likewise; 0: no offload
+
+    int max_sequences = 0;                 // allocated at a time
+    std::int64_t max_sequence_length = 0;  // tokens
+    std::int64_t max_step_tokens = 0;      // new tokens of all sequences of a step together
+};
+
+// Everything that can be said about a configuration without a device. Names the argument.
+[[nodiscard]] Result<void> validate(const CacheConfig& config);
+
+}  // namespace kvgrid

@@ -1,0 +1,85 @@
+// One rank: MPI's lifetime, its device, its transports, its watchdog.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <kvgrid/error.h>
+#include <kvgrid/types.h>
+
+namespace kvgrid {
+
+struct ProcessOptions {
+    std::optional<DeviceKind> device =
+        std::nullopt;  // none: a GPU when this build and node have one
+    std::optional<TransportKind> transport =
+        std::nullopt;  // none: NCCL between GPUs, MPI otherwise
+    std::chrono::milliseconds timeout{
+        60'000};  // of one collective operation; past it the job ends with code 5
+    int threads =
+        0;  // CPU threads of this rank; 0: its affinity mask / ranks of the node that share it
+};
+
+// For the preamble of a report.
+struct RankDescription {
+    int rank = 0;
+    std::string host;
+    int pid = 0;
+    std::string device;  // "cpu AVX3_ZEN4, 2 threads"
+};
+
+namespace comm {
+struct ProcessState;  // what the library's own floors see (comm/process.h)
+}
+
+// Made once, on the main thread, which alone calls MPI. Every rank makes the same calls.
+class Process {
+public:
+    // Starts MPI (unless it runs already), binds the device and starts the watchdog. Every rank
+    // returns the same verdict. unavailable: the device or transport that was asked for is missing.
+    // A second living Process throws Error.
+    [[nodiscard]] static Result<Process> start(int& argc, char**& argv,
+                                               const ProcessOptions& options = {});
+    [[nodiscard]] static Result<Process> start(const ProcessOptions& options = {});
+    // The living one, or null.
+    [[nodiscard]] static Process* current() noexcept;
+
+    Process(Process&& other) noexcept;
+    Process& operator=(Process&&) = delete;
+    // Ends MPI with all ranks together. While an exception unwinds it leaves at once instead, with
+    // MPI_Abort: the others might wait for this rank.
+    ~Process();
+
+    [[nodiscard]] int rank() const noexcept;
+    [[nodiscard]] int size() const noexcept;
+    [[nodiscard]] int nodeRank() const noexcept;  // among the ranks of this host
+    [[nodiscard]] int nodeSize() const noexcept;
+    [[nodiscard]] DeviceKind device() const noexcept;
+    [[nodiscard]] TransportKind transport() const noexcept;
+    [[nodiscard]] int threads() const noexcept;
+    // Of all ranks, in rank order, on every rank.
+    [[nodiscard]] const std::vector<RankDescription>& ranks() const noexcept;
+    // Name and version of each library in use: "Open MPI 4.1.4", ...
+    [[nodiscard]] std::vector<std::string> libraries() const;
+
+    // Small host-side collectives, for configuration and reports. Under the watchdog.
+    void barrier();
+    // Every rank's bytes, in rank order, on every rank.
+    [[nodiscard]] std::vector<std::string> allGather(std::string_view bytes);
+    [[nodiscard]] std::string broadcast(std::string_view bytes);  // rank 0's
+
+    // Ends the whole job at once with this code, after printing why with the rank's number.
+    [[noreturn]] void abort(int exit_code, std::string_view why) noexcept;
+
+    [[nodiscard]] comm::ProcessState& state() noexcept { return *state_; }
+
+private:
+    explicit Process(std::unique_ptr<comm::ProcessState> state);
+    std::unique_ptr<comm::ProcessState> state_;
+};
+
+}  // namespace kvgrid

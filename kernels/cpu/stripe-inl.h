@@ -1,0 +1,293 @@
+// The leaf of the fold: attention of some query rows over the tokens of one stripe. Compiled once
+// for each instruction set, so it has no ordinary include guard.
+//
+// What a row gets depends on its own tokens alone: a score is one chain of multiply-adds over the
+// head dim and one tree of additions; an output element is one chain over the row's tokens in
+// order. Tiles of rows and tokens only decide what is loaded once.
+#if defined(KVGRID_KERNELS_CPU_STRIPE_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef KVGRID_KERNELS_CPU_STRIPE_INL_H_
+#undef KVGRID_KERNELS_CPU_STRIPE_INL_H_
+#else
+#define KVGRID_KERNELS_CPU_STRIPE_INL_H_
+#endif
+
+#include <hwy/contrib/math/math-inl.h>
+#include <hwy/highway.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "kernels/cpu/attend_unit.h"
+#include "kernels/cpu/simd-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace kvgrid::cpu::HWY_NAMESPACE {
+
+// The order in which head_dim stored numbers lie in vectors: chunks of two vectors as StoredVectors
+// loads them, then, if there is room for only one more, one in plain order.
+inline constexpr int chunk_size = 2 * vector_lanes;
+
+template <NumberFormat format>
+HWY_INLINE void toVectorOrder(const float* HWY_RESTRICT from, int head_dim,
+                              float* HWY_RESTRICT to) {
+    int d = 0;
+    if constexpr (StoredVectors<format>::interleaved) {
+        for (; d + chunk_size <= head_dim; d += chunk_size)
+            for (int i = 0; i < vector_lanes; ++i) {
+                to[d + i] = from[d + 2 * i];
+                to[d + vector_lanes + i] = from[d + 2 * i + 1];
+            }
+    }
+    for (; d < head_dim; ++d)
+        to[d] = from[d];
+}
+
+// to = from * factor, in plain order.
+template <NumberFormat format>
+HWY_INLINE void fromVectorOrder(const float* HWY_RESTRICT from, int head_dim, float factor,
+                                float* HWY_RESTRICT to) {
+    const FloatTag tag;
+    const Floats factors = hn::Set(tag, factor);
+    int d = 0;
+    for (; d + chunk_size <= head_dim; d += chunk_size) {
+        const Floats first = hn::Mul(hn::LoadU(tag, from + d), factors);
+        const Floats second = hn::Mul(hn::LoadU(tag, from + d + vector_lanes), factors);
+        if constexpr (StoredVectors<format>::interleaved) {
+            hn::StoreInterleaved2(first, second, tag, to + d);
+        } else {
+            hn::StoreU(first, tag, to + d);
+            hn::StoreU(second, tag, to + d + vector_lanes);
+        }
+    }
+    if (d < head_dim) hn::StoreU(hn::Mul(hn::LoadU(tag, from + d), factors), tag, to + d);
+}
+
+HWY_INLINE const std::uint16_t* elements(const std::byte* row) {
+    return reinterpret_cast<const std::uint16_t*>(row);
+}
+
+// Scores of `rows` query rows against tile_vectors / rows tokens: scale * q.k into
+// scores[row * score_stride + token].
+template <NumberFormat format, int rows>
+HWY_INLINE void scoreTile(const float* HWY_RESTRICT q, const std::byte* const* keys, int head_dim,
+                          float scale, float* HWY_RESTRICT scores) {
+    constexpr int tokens = tile_vectors / rows;
+    const FloatTag tag;
+    Floats dots[tile_vectors];
+    for (Floats& dot : dots)
+        dot = hn::Zero(tag);
+    int d = 0;
+    for (; d + chunk_size <= head_dim; d += chunk_size) {
+        Floats first[tokens];
+        Floats second[tokens];
+        for (int t = 0; t < tokens; ++t)
+            StoredVectors<format>::loadPair(elements(keys[t]) + d, first[t], second[t]);
+        for (int r = 0; r < rows; ++r) {
+            const Floats q_first = hn::LoadU(tag, q + r * head_dim + d);
+            const Floats q_second = hn::LoadU(tag, q + r * head_dim + d + vector_lanes);
+            for (int t = 0; t < tokens; ++t) {
+                Floats& dot = dots[r * tokens + t];
+                dot = hn::MulAdd(second[t], q_second, hn::MulAdd(first[t], q_first, dot));
+            }
+        }
+    }
+    if (d < head_dim) {
+        for (int t = 0; t < tokens; ++t) {
+            const Floats key = StoredVectors<format>::load(elements(keys[t]) + d);
+            for (int r = 0; r < rows; ++r) {
+                Floats& dot = dots[r * tokens + t];
+                dot = hn::MulAdd(key, hn::LoadU(tag, q + r * head_dim + d), dot);
+            }
+        }
+    }
+    HWY_ALIGN float sums[tile_vectors];
+    sumTile(dots, sums);
+    for (int i = 0; i < tile_vectors; ++i)
+        sums[i] *= scale;
+    for (int r = 0; r < rows; ++r)
+        std::memcpy(scores + r * AttendScratch::score_stride, sums + r * tokens,
+                    tokens * sizeof(float));
+}
+
+// Adds weight * v of tokens [begin, end) to the running sums of `rows` query rows, for `vectors`
+// vectors of the head dim from element d on.
+template <NumberFormat format, int rows, int vectors>
+HWY_INLINE void weighTile(const float* HWY_RESTRICT weights, const std::byte* const* keys,
+                          std::int64_t value_offset, int begin, int end, int head_dim, int d,
+                          float* HWY_RESTRICT sums) {
+    const FloatTag tag;
+    Floats out[rows * vectors];
+    for (int r = 0; r < rows; ++r)
+        for (int i = 0; i < vectors; ++i)
+            out[r * vectors + i] = hn::LoadU(tag, sums + r * head_dim + d + i * vector_lanes);
+    for (int t = begin; t < end; ++t) {
+        const std::uint16_t* const row = elements(keys[t] + value_offset) + d;
+        Floats value[vectors];
+        if constexpr (vectors == 1) {
+            value[0] = StoredVectors<format>::load(row);
+        } else {
+            for (int i = 0; i < vectors; i += 2)
+                StoredVectors<format>::loadPair(row + i * vector_lanes, value[i], value[i + 1]);
+        }
+        for (int r = 0; r < rows; ++r) {
+            const Floats weight = hn::Set(tag, weights[r * AttendScratch::score_stride + t]);
+            for (int i = 0; i < vectors; ++i)
+                out[r * vectors + i] = hn::MulAdd(weight, value[i], out[r * vectors + i]);
+        }
+    }
+    for (int r = 0; r < rows; ++r)
+        for (int i = 0; i < vectors; ++i)
+            hn::StoreU(out[r * vectors + i], tag, sums + r * head_dim + d + i * vector_lanes);
+}
+
+// weighTile over the whole head dim.
+template <NumberFormat format, int rows>
+HWY_INLINE void weigh(const float* weights, const std::byte* const* keys, std::int64_t value_offset,
+                      int begin, int end, int head_dim, float* sums) {
+    int d = 0;
+    for (; d + 2 * chunk_size <= head_dim; d += 2 * chunk_size)
+        weighTile<format, rows, 4>(weights, keys, value_offset, begin, end, head_dim, d, sums);
+    for (; d + chunk_size <= head_dim; d += chunk_size)
+        weighTile<format, rows, 2>(weights, keys, value_offset, begin, end, head_dim, d, sums);
+    if (d < head_dim)
+        weighTile<format, rows, 1>(weights, keys, value_offset, begin, end, head_dim, d, sums);
+}
+
+struct SoftmaxSums {
+    float top;  // the largest score
+    float sum;  // of exp(score - top)
+};
+
+// scores[i] = exp(scores[i] - top) for i < count, count >= 1; overwrites up to a vector beyond.
+HWY_INLINE SoftmaxSums softmax(float* HWY_RESTRICT scores, int count) {
+    const FloatTag tag;
+    const int padded = (count + vector_lanes - 1) / vector_lanes * vector_lanes;
+    for (int i = count; i < padded; ++i)
+        scores[i] = empty_lse;
+    Floats largest = hn::Set(tag, empty_lse);
+    for (int i = 0; i < padded; i += vector_lanes)
+        largest = hn::Max(largest, hn::LoadU(tag, scores + i));
+    largest = hn::MaxOfLanes(tag, largest);
+    Floats sum = hn::Zero(tag);
+    for (int i = 0; i < padded; i += vector_lanes) {
+        const Floats distance = hn::Sub(hn::LoadU(tag, scores + i), largest);
+        // Highway's Exp turns NaN into 0, which would hide a broken input.
+        const Floats weight = hn::IfThenElse(hn::IsNaN(distance), distance, hn::Exp(tag, distance));
+        hn::StoreU(weight, tag, scores + i);
+        sum = hn::Add(sum, weight);
+    }
+    return {hn::GetLane(largest), hn::GetLane(hn::SumOfLanes(tag, sum))};
+}
+
+// One stripe, as attendStripe sees it.
+struct Stripe {
+    const std::byte* const* keys;  // K rows of its present tokens, and readable padding behind
+    int tokens;                    // >= 1
+    std::int64_t value_offset;     // from a K row to its V row
+    int head_dim;
+    float scale;
+};
+
+// Weighs the tokens that all of `rows` query rows see, then what some see beyond.
+template <NumberFormat format, int rows>
+HWY_INLINE void weighRows(const Stripe& stripe, const float* weights, const int* limits, int begin,
+                          int end, float* sums) {
+    const int common = std::min(end, *std::min_element(limits, limits + rows));
+    if (begin < common)
+        weigh<format, rows>(weights, stripe.keys, stripe.value_offset, begin, common,
+                            stripe.head_dim, sums);
+    for (int r = 0; r < rows; ++r) {
+        const int own_begin = std::max(begin, common);
+        const int own_end = std::min(end, limits[r]);
+        if (own_begin < own_end)
+            weigh<format, 1>(weights + r * AttendScratch::score_stride, stripe.keys,
+                             stripe.value_offset, own_begin, own_end, stripe.head_dim,
+                             sums + r * stripe.head_dim);
+    }
+}
+
+// Calls function.tile<rows>(first) for tiles of 4, 2 and 1 of `count` rows.
+template <typename Function>
+HWY_INLINE void forRowTiles(int count, const Function& function) {
+    int r = 0;
+    for (; r + 4 <= count; r += 4)
+        function.template tile<4>(r);
+    if (r + 2 <= count) {
+        function.template tile<2>(r);
+        r += 2;
+    }
+    if (r < count) function.template tile<1>(r);
+}
+
+template <NumberFormat format>
+struct ScoreTiles {
+    const Stripe& stripe;
+    const float* q;
+    int begin;
+    int end;
+    float* scores;
+
+    template <int rows>
+    HWY_INLINE void tile(int r) const {
+        constexpr int step = tile_vectors / rows;
+        for (int t = begin; t < end; t += step)
+            scoreTile<format, rows>(q + r * stripe.head_dim, stripe.keys + t, stripe.head_dim,
+                                    stripe.scale, scores + r * AttendScratch::score_stride + t);
+    }
+};
+
+template <NumberFormat format>
+struct WeighTiles {
+    const Stripe& stripe;
+    const float* weights;
+    const int* limits;
+    int begin;
+    int end;
+    float* sums;
+
+    template <int rows>
+    HWY_INLINE void tile(int r) const {
+        weighRows<format, rows>(stripe, weights + r * AttendScratch::score_stride, limits + r,
+                                begin, end, sums + r * stripe.head_dim);
+    }
+};
+
+// Tokens whose K or V stays in the first-level cache while all query rows pass over it.
+inline constexpr int token_tile = 16;
+
+// Attention of `rows` query rows (at most rows_at_once) over a stripe; query row r sees its first
+// limits[r] tokens. q in vector order. Writes out[r * head_dim ...] and lse[r].
+template <NumberFormat format>
+HWY_INLINE void attendStripe(const Stripe& stripe, const float* q, const int* limits, int rows,
+                             AttendScratch& scratch, float* out, float* lse) {
+    const int longest = *std::max_element(limits, limits + rows);
+    for (int t = 0; t < longest; t += token_tile)
+        forRowTiles(rows, ScoreTiles<format>{stripe, q, t, std::min(t + token_tile, longest),
+                                             scratch.scores});
+    float sum_of[AttendScratch::rows_at_once];
+    for (int r = 0; r < rows; ++r) {
+        sum_of[r] = 0.0F;
+        lse[r] = empty_lse;
+        if (limits[r] == 0) continue;
+        const SoftmaxSums sums =
+            softmax(scratch.scores + r * AttendScratch::score_stride, limits[r]);
+        sum_of[r] = sums.sum;
+        lse[r] = sums.top + std::log(sums.sum);
+    }
+    std::memset(scratch.sums, 0, static_cast<std::size_t>(rows * stripe.head_dim) * sizeof(float));
+    for (int t = 0; t < longest; t += token_tile)
+        forRowTiles(rows, WeighTiles<format>{stripe, scratch.scores, limits, t,
+                                             std::min(t + token_tile, longest), scratch.sums});
+    for (int r = 0; r < rows; ++r)
+        fromVectorOrder<format>(scratch.sums + r * stripe.head_dim, stripe.head_dim,
+                                limits[r] == 0 ? 0.0F : 1.0F / sum_of[r],
+                                out + r * stripe.head_dim);
+}
+
+}  // namespace kvgrid::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif  // per-target include guard

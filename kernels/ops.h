@@ -1,0 +1,194 @@
+// The operations over paged KV: one parameter struct and one signature each, for every device.
+//
+// Conventions. Shapes are row-major, the last index contiguous, unless strides are given. A row is
+// one token of the step. Heads are this rank's. All offsets are 64-bit. Pointers are device memory
+// of the stream's device. Operations enqueue on the stream, allocate nothing and synchronise
+// nothing. They trust their parameters (the floors above validate) except for block ids, which are
+// data: an id outside [0, max_num_blocks) is skipped by append, read as zeros by gather, absent to
+// attend.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include <kvgrid/types.h>
+
+#include "kernels/device.h"
+
+namespace kvgrid {
+
+// Where K and V of a token lie. Byte strides, so that every layout and format is the same code:
+//   key row    = data + layer * layer_stride + block * block_stride + head * head_stride + within *
+//   token_stride value row  = key row + value_offset
+// A row is head_dim contiguous elements of `format`. `layer` counts within the layer group.
+struct PoolView {
+    std::byte* data = nullptr;
+    std::int64_t max_num_blocks = 0;
+    std::int64_t layer_stride = 0;
+    std::int64_t block_stride = 0;
+    std::int64_t head_stride = 0;
+    std::int64_t token_stride = 0;
+    std::int64_t value_offset = 0;
+    std::int64_t block_size = 0;  // tokens
+    NumberFormat format = NumberFormat::bf16;
+};
+
+// Block tables of all sequence slots: entries[slot * stride + logical block] = physical block id.
+// A logical block covers positions [index * block_size, (index + 1) * block_size).
+struct BlockTableView {
+    const std::int32_t* entries = nullptr;
+    std::int64_t stride = 0;  // entries a slot
+};
+
+// One sequence of the step: rows [first_row, first_row + rows) are its positions first_position, +
+// 1, ...
+struct Run {
+    std::int32_t slot = 0;  // row of the block table
+    std::int32_t rows = 0;
+    std::int64_t first_row = 0;
+    std::int64_t first_position = 0;
+};
+
+// Rotates q and k and writes k and v into the pool.
+// The rotation of elements i and i + rotary_dim / 2, i < rotary_dim / 2, in fp32 and without fused
+// multiply-adds, so that a stored value is the same on every device:
+//   x'[i] = x[i] * cos - x[i + half] * sin,   x'[i + half] = x[i + half] * cos + x[i] * sin
+// then rounding to nearest even into the pool's format. Rows of no run are left alone.
+struct AppendParams {
+    std::int64_t rows = 0;
+    int query_heads = 0;
+    int kv_heads = 0;
+    int head_dim = 0;
+    NumberFormat input_format = NumberFormat::bf16;  // fp32, fp16 or bf16
+    const void* q = nullptr;                         // [rows, query_heads, head_dim], or null
+    const void* k = nullptr;                         // [rows, kv_heads, head_dim]
+    const void* v = nullptr;                         // [rows, kv_heads, head_dim]
+    float* q_rotated = nullptr;      // [rows, query_heads, head_dim]; unused when q is null
+    int rotary_dim = 0;              // 0: none
+    const float* cosines = nullptr;  // [rows, rotary_dim / 2]
+    const float* sines = nullptr;    // [rows, rotary_dim / 2]
+    const Run* runs = nullptr;       // [run_count]
+    std::int64_t run_count = 0;
+    BlockTableView tables;
+    PoolView pool;
+    std::int64_t layer = 0;
+};
+
+// K and V of one sequence as stored, zeros where the block id is out of range.
+struct GatherParams {
+    std::int32_t slot = 0;
+    std::int64_t first_position = 0;
+    std::int64_t tokens = 0;
+    int kv_heads = 0;
+    int head_dim = 0;
+    BlockTableView tables;
+    PoolView pool;
+    std::int64_t layer = 0;
+    void* k = nullptr;  // [tokens, kv_heads, head_dim] in the pool's format
+    void* v = nullptr;
+};
+
+// The attention states of the step's rows over the lanes that this rank owns: row at position p
+// sees the positions <= p of its sequence that lie in those lanes. Query head h reads KV head h /
+// (query_heads / kv_heads). Rows that see nothing get the empty state (0, -inf). Lane l of the
+// sequence in slot s is owned when (l + s) mod context_ranks == context_rank; context_ranks is a
+// power of two up to 64, so that the owned lanes are one subtree of the fold.
+struct AttendParams {
+    int query_heads = 0;
+    int kv_heads = 0;
+    int head_dim = 0;
+    float scale = 1.0F;         // of q.k
+    const float* q = nullptr;   // [rows, query_heads, head_dim]
+    const Run* runs = nullptr;  // [run_count]; rows of runs do not overlap
+    std::int64_t run_count = 0;
+    std::int64_t max_position =
+        0;  // the largest position of any row: bounds the work, not the result
+    int context_rank = 0;
+    int context_ranks = 1;
+    BlockTableView tables;
+    PoolView pool;
+    std::int64_t layer = 0;
+    float* out = nullptr;       // [rows, query_heads, head_dim]
+    float* lse = nullptr;       // [rows, query_heads]
+    void* workspace = nullptr;  // attendWorkspaceBytes
+    std::size_t workspace_bytes = 0;
+};
+
+// Folds `parts` states of each row as lanes fold: part with part + parts / 2, then + parts / 4, ...
+// + 1. parts is a power of two; absent parts are empty states.
+struct MergeParams {
+    std::int64_t rows = 0;  // independent states
+    int parts = 0;
+    int head_dim = 0;
+    const float* out_parts =
+        nullptr;  // [parts, rows, head_dim]; what lies beside an lse of -inf is not read
+    const float* lse_parts = nullptr;  // [parts, rows]
+    float* out = nullptr;              // [rows, head_dim]; may be the first part
+    float* lse = nullptr;              // [rows]
+};
+
+// What a block is made of, as byte runs: `outer` x `inner` runs of run_bytes. In order they make
+// the block's image, which is the same for all layouts of one geometry only where their runs are
+// alike.
+struct BlockRuns {
+    std::byte* data = nullptr;
+    std::int64_t block_stride = 0;
+    std::int64_t outer = 1;
+    std::int64_t outer_stride = 0;
+    std::int64_t inner = 1;
+    std::int64_t inner_stride = 0;
+    std::int64_t run_bytes = 0;
+};
+
+struct BlockPair {
+    std::int32_t source = 0;
+    std::int32_t destination = 0;
+};
+
+// Copies whole blocks between tiers. Both sides hold outer * inner * run_bytes bytes a block; the
+// destination may be one run of all of them. Pairs are independent: no block is in two of them.
+// `pairs` is host memory and may be reused when the call returns.
+struct CopyBlocksParams {
+    BlockRuns source;
+    BlockRuns destination;
+    const BlockPair* pairs = nullptr;
+    std::int64_t count = 0;
+};
+
+// Writes states or gathered parts as the caller wants them:
+//   destination[row, part * heads + head, :] = source[part, row, head, :], converted.
+struct OutputParams {
+    std::int64_t rows = 0;
+    std::int64_t parts = 1;
+    std::int64_t heads = 0;  // of a part
+    int head_dim = 0;
+    NumberFormat source_format = NumberFormat::fp32;       // fp32, or destination_format
+    NumberFormat destination_format = NumberFormat::fp32;  // fp32, fp16 or bf16
+    const void* source = nullptr;
+    void* destination = nullptr;
+};
+
+// Reads runs of run_bytes at data + order[i] * run_bytes as fast as the device can: the ceiling for
+// attention. `sink` gets a value that depends on all of it.
+struct ReadRunsParams {
+    const std::byte* data = nullptr;
+    const std::int32_t* order = nullptr;  // [count]
+    std::int64_t count = 0;
+    std::int64_t run_bytes = 0;  // a multiple of 256
+    std::uint64_t* sink = nullptr;
+};
+
+struct Operations {
+    void (*append)(const AppendParams&, StreamView);
+    void (*gather)(const GatherParams&, StreamView);
+    void (*attend)(const AttendParams&, StreamView);
+    void (*merge)(const MergeParams&, StreamView);
+    void (*copyBlocks)(const CopyBlocksParams&, StreamView);
+    void (*output)(const OutputParams&, StreamView);
+    void (*readRuns)(const ReadRunsParams&, StreamView);
+    // Workspace with which attend can do any step of at most `rows` rows. More is faster, up to a
+    // device's own bound; it never grows with the context.
+    std::size_t (*attendWorkspaceBytes)(std::int64_t rows, int query_heads, int head_dim);
+};
+
+}  // namespace kvgrid

@@ -1,0 +1,30 @@
+// Where a token lies in the pool: one piece of index arithmetic for every operation and device.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/host_device.h"
+#include "kernels/ops.h"
+
+namespace kvgrid {
+
+inline constexpr std::int64_t no_block = -1;
+
+// The physical block of a sequence's logical block, or no_block when the table's row ends before it
+// or the id is outside [0, max_num_blocks): table entries are data, and may be anything.
+KVGRID_HOST_DEVICE std::int64_t findBlock(const BlockTableView& tables, std::int32_t slot,
+                                          std::int64_t logical, std::int64_t max_num_blocks) {
+    if (logical >= tables.stride) return no_block;
+    const std::int64_t block = tables.entries[slot * tables.stride + logical];
+    return block >= 0 && block < max_num_blocks ? block : no_block;
+}
+
+// K of a token; its V lies pool.value_offset bytes further.
+KVGRID_HOST_DEVICE std::byte* keyRow(const PoolView& pool, std::int64_t layer, std::int64_t block,
+                                     std::int64_t head, std::int64_t within) {
+    return pool.data + layer * pool.layer_stride + block * pool.block_stride +
+           head * pool.head_stride + within * pool.token_stride;
+}
+
+}  // namespace kvgrid

@@ -1,0 +1,78 @@
+// What verify and bench have in common before they run: their flags, and what follows from them.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <kvgrid/config.h>
+#include <kvgrid/error.h>
+#include <kvgrid/process.h>
+#include <kvgrid/types.h>
+
+#include "launch/model_config.h"
+#include "launch/options.h"
+
+namespace kvgrid::launch {
+
+struct DecodeOptions {
+    std::string model = "llama-3.1-8b";
+    int layers = 0;    // the first of the model; 0: all
+    int share_of = 1;  // the shard of one rank of so many
+    std::vector<std::int64_t> contexts{4096};
+    std::string lengths_from;  // a trace; empty: every sequence is as long as the context
+    int batch = 4;
+    int steps = 8;
+    int warmup = 2;
+    std::uint64_t seed = 0;
+
+    std::optional<DeviceKind> device;
+    std::optional<TransportKind> transport;
+    Grid grid;
+    NumberFormat kv_format = NumberFormat::bf16;
+    int block_size = 64;
+    PoolLayout layout = PoolLayout::block_major;
+    std::optional<std::int64_t> device_blocks;
+    std::optional<std::int64_t> host_blocks;
+    int threads = 0;  // of a rank; 0: what its cores give
+    int timeout_s = 60;
+
+    std::string json;
+    std::string csv;
+    bool progress = false;
+};
+
+// Declares the flags that verify and bench share. The pools' sizes mean different things to them.
+void declareDecodeFlags(CommandLine& line, DecodeOptions& options, const std::string& device_blocks,
+                        const std::string& host_blocks);
+
+[[nodiscard]] ProcessOptions processOptions(const DecodeOptions& options);
+
+// The sequences of one row of a report.
+struct Batch {
+    std::int64_t context = 0;           // tokens of the longest at the last step
+    std::vector<std::int64_t> lengths;  // tokens of each sequence at the last step
+};
+
+// The run that the flags describe. The last timed step attends over `lengths` tokens, its own
+// included: warmup + steps of them are decoded one by one, the ones before are filled in.
+struct DecodeSetup {
+    ModelConfig model;
+    CacheConfig config;  // device_blocks: what the largest batch needs
+    std::vector<Batch> batches;
+    std::vector<int> layers;   // with KV
+    std::int64_t decoded = 0;  // tokens of a sequence: warmup + steps
+
+    [[nodiscard]] int queryHeads() const noexcept { return config.geometry.query_heads; }
+    [[nodiscard]] int kvHeads() const noexcept { return config.geometry.groups.front().kv_heads; }
+    [[nodiscard]] int headDim() const noexcept { return config.geometry.groups.front().head_dim; }
+    // Device blocks that a sequence of so many tokens takes.
+    [[nodiscard]] std::int64_t blocksOf(std::int64_t tokens) const noexcept;
+};
+
+// The same on every rank. invalid_argument: what of the model or of the flags the run cannot have,
+// by key or flag; does_not_fit: more blocks than a pool can number.
+[[nodiscard]] Result<DecodeSetup> prepareDecode(const DecodeOptions& options, int ranks);
+
+}  // namespace kvgrid::launch

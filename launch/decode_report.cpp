@@ -1,0 +1,81 @@
+#include "launch/decode_report.h"
+
+#include <string>
+#include <vector>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <kvgrid/config.h>
+#include <kvgrid/types.h>
+
+namespace kvgrid::launch {
+
+namespace {
+
+void describeModel(Report& report, const DecodeOptions& options, const DecodeSetup& setup) {
+    const Geometry& geometry = setup.config.geometry;
+    report.note(fmt::format(
+        "model: {}, {} layers x {} query heads, {} KV heads of {}{}", setup.model.name,
+        geometry.layers, geometry.query_heads, setup.kvHeads(), setup.headDim(),
+        options.share_of > 1 ? fmt::format(" (the share of one rank of {})", options.share_of)
+                             : ""));
+    report.fact("model", setup.model.name);
+    report.fact("layers", std::int64_t{geometry.layers});
+    report.fact("share_of", std::int64_t{options.share_of});
+    report.fact("query_heads", std::int64_t{geometry.query_heads});
+    report.fact("kv_heads", std::int64_t{setup.kvHeads()});
+    report.fact("head_dim", std::int64_t{setup.headDim()});
+}
+
+void describeCache(Report& report, const Process& process, const DecodeSetup& setup) {
+    const CacheConfig& config = setup.config;
+    const std::string grid = fmt::format("{}x{}", config.grid.heads, config.grid.context);
+    const std::string blocks = config.layout == PoolLayout::contiguous
+                                   ? "one block a sequence"
+                                   : fmt::format("blocks of {} tokens", config.block_size);
+    report.note(fmt::format("cache: {} over {}, grid {}, {} KV, {}, {}", name(process.device()),
+                            name(process.transport()), grid, name(config.kv_format),
+                            name(config.layout), blocks));
+    report.fact("device", std::string(name(process.device())));
+    report.fact("transport", std::string(name(process.transport())));
+    report.fact("grid", grid);
+    report.fact("kv_format", std::string(name(config.kv_format)));
+    report.fact("layout", std::string(name(config.layout)));
+    report.fact("block_size_tokens", std::int64_t{config.block_size});
+}
+
+void describeRanks(Report& report, const Process& process) {
+    const std::vector<std::string> libraries = process.libraries();
+    report.note(fmt::format("libraries: {}", fmt::join(libraries, ", ")));
+    std::vector<Row> library_rows;
+    for (const std::string& library : libraries)
+        library_rows.push_back({library});
+    report.list("libraries", {"name"}, std::move(library_rows));
+
+    std::vector<Row> rank_rows;
+    for (const RankDescription& rank : process.ranks()) {
+        report.note(fmt::format("rank {} host {} pid {} device {}", rank.rank, rank.host, rank.pid,
+                                rank.device));
+        rank_rows.push_back(
+            {std::int64_t{rank.rank}, rank.host, std::int64_t{rank.pid}, rank.device});
+    }
+    report.list("ranks", {"rank", "host", "pid", "device"}, std::move(rank_rows));
+}
+
+}  // namespace
+
+void describeRun(Report& report, const Process& process, const DecodeOptions& options,
+                 const DecodeSetup& setup) {
+    describeRanks(report, process);
+    describeModel(report, options, setup);
+    describeCache(report, process, setup);
+    report.note(fmt::format("run: {} sequences, {} steps after {} of warm-up, seed {}",
+                            options.batch, options.steps, options.warmup, options.seed));
+    report.fact("batch", std::int64_t{options.batch});
+    report.fact("steps", std::int64_t{options.steps});
+    report.fact("warmup_steps", std::int64_t{options.warmup});
+    report.fact("seed", fmt::format("{}", options.seed));
+}
+
+}  // namespace kvgrid::launch

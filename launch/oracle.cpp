@@ -1,0 +1,118 @@
+#include "launch/oracle.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <limits>
+#include <numbers>
+
+namespace kvgrid::oracle {
+namespace {
+
+// A binary format by its numbers: `precision` significant bits (the hidden one included) and the
+// exponents of its smallest normal and largest finite binade.
+struct BinaryFormat {
+    int precision;
+    int smallest_exponent;
+    int largest_exponent;
+};
+
+double roundedTo(double value, const BinaryFormat& format) {
+    if (value == 0.0 || !std::isfinite(value)) return value;
+    int exponent = 0;
+    std::frexp(value, &exponent);  // |value| in [2^(exponent - 1), 2^exponent)
+    const int unit = std::max(exponent - 1, format.smallest_exponent) - (format.precision - 1);
+    const double result = std::ldexp(std::nearbyint(std::ldexp(value, -unit)), unit);
+    if (std::fabs(result) >= std::ldexp(1.0, format.largest_exponent + 1))
+        return std::copysign(std::numeric_limits<double>::infinity(), value);
+    return result;
+}
+
+// Radians that elements i and i + dim / 2 turn per position.
+double inverseFrequency(int i, const Rotary& rotary) {
+    const double plain = 1.0 / std::pow(rotary.theta, 2.0 * i / rotary.dim);
+    if (!rotary.llama3 && rotary.factor == 1.0) return plain;
+    const double wavelength = 2.0 * std::numbers::pi / plain;
+    if (wavelength < rotary.original_max_position / rotary.high_freq_factor) return plain;
+    if (wavelength > rotary.original_max_position / rotary.low_freq_factor)
+        return plain / rotary.factor;
+    const double smooth = (rotary.original_max_position / wavelength - rotary.low_freq_factor) /
+                          (rotary.high_freq_factor - rotary.low_freq_factor);
+    return (1.0 - smooth) * plain / rotary.factor + smooth * plain;
+}
+
+}  // namespace
+
+double rounded(double value, Format format) {
+    switch (format) {
+    case Format::fp16:
+        return roundedTo(value, {11, -14, 15});
+    case Format::bf16:
+        return roundedTo(value, {8, -126, 127});
+    case Format::fp32:
+        break;
+    }
+    return roundedTo(value, {24, -126, 127});
+}
+
+void rotate(std::span<float> head, std::int64_t position, const Rotary& rotary) {
+    const int half = rotary.dim / 2;
+    for (int i = 0; i < half; ++i) {
+        const double angle = static_cast<double>(position) * inverseFrequency(i, rotary);
+        const auto cosine = static_cast<float>(std::cos(angle));
+        const auto sine = static_cast<float>(std::sin(angle));
+        const auto low = static_cast<std::size_t>(i);
+        const auto high = static_cast<std::size_t>(i + half);
+        // volatile: each product is rounded to fp32 by itself, whatever this file is compiled with.
+        const volatile float low_cosine = head[low] * cosine;
+        const volatile float low_sine = head[low] * sine;
+        const volatile float high_cosine = head[high] * cosine;
+        const volatile float high_sine = head[high] * sine;
+        head[low] = low_cosine - high_sine;
+        head[high] = high_cosine + low_sine;
+    }
+}
+
+State attention(std::span<const double> q, std::span<const double> k, std::span<const double> v,
+                double scale) {
+    const std::size_t head_dim = q.size();
+    const std::size_t tokens = k.size() / head_dim;
+    State state{std::vector<double>(head_dim, 0.0), -std::numeric_limits<double>::infinity()};
+    if (tokens == 0) return state;
+
+    std::vector<double> weights(tokens);
+    for (std::size_t t = 0; t < tokens; ++t) {
+        double dot = 0.0;
+        for (std::size_t d = 0; d < head_dim; ++d)
+            dot += q[d] * k[t * head_dim + d];
+        weights[t] = dot * scale;
+    }
+    const double top = *std::max_element(weights.begin(), weights.end());
+    double sum = 0.0;
+    for (double& weight : weights) {
+        weight = std::exp(weight - top);
+        sum += weight;
+    }
+    for (std::size_t t = 0; t < tokens; ++t)
+        for (std::size_t d = 0; d < head_dim; ++d)
+            state.out[d] += weights[t] / sum * v[t * head_dim + d];
+    state.lse = top + std::log(sum);
+    return state;
+}
+
+double relativeError(std::span<const float> x, std::span<const double> reference) {
+    constexpr double infinite = std::numeric_limits<double>::infinity();
+    if (x.size() != reference.size()) return infinite;
+    double error = 0.0;
+    double norm = 0.0;
+    for (std::size_t i = 0; i < x.size(); ++i) {
+        const double difference = static_cast<double>(x[i]) - reference[i];
+        error += difference * difference;
+        norm += reference[i] * reference[i];
+    }
+    if (error == 0.0) return 0.0;
+    const double relative = std::sqrt(error / norm);
+    return std::isnan(relative) ? infinite : relative;
+}
+
+}  // namespace kvgrid::oracle

@@ -1,0 +1,45 @@
+// Attention in fp64 from its definition. Standard library only; calls nothing of the product, so
+// that an error in the product cannot hide here.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace kvgrid::oracle {
+
+// The 16-bit formats and fp32, as the definition of a stored value: round to nearest, ties to even.
+enum class Format { fp32, fp16, bf16 };
+[[nodiscard]] double rounded(double value, Format format);
+
+// Rotary position embedding, "rotate half" pairing (Su et al., arXiv 2104.09864); factor 1 and
+// llama3 = false: plain; otherwise Llama 3.1's frequency scaling.
+struct Rotary {
+    int dim = 0;  // 0: none
+    double theta = 10000.0;
+    bool llama3 = false;
+    double factor = 1.0;
+    double low_freq_factor = 1.0;
+    double high_freq_factor = 4.0;
+    double original_max_position = 8192.0;
+};
+
+// Rotates one head in place. Stored values are defined by fp32 arithmetic (cos and sin are the fp64
+// values rounded to fp32; one multiplication each, then one addition, no fused operations), because
+// the rounding of a stored K to 16 bits depends on it.
+void rotate(std::span<float> head, std::int64_t position, const Rotary& rotary);
+
+struct State {
+    std::vector<double> out;  // [head_dim]
+    double lse;               // natural logarithm of the sum of exponentials; -inf without tokens
+};
+
+// One query head over `tokens` keys and values.
+//   q [head_dim], k and v [tokens, head_dim], scale multiplies q.k
+[[nodiscard]] State attention(std::span<const double> q, std::span<const double> k,
+                              std::span<const double> v, double scale);
+
+// ||x - reference|| / ||reference||; infinite when x has a NaN; 0 for two zero vectors.
+[[nodiscard]] double relativeError(std::span<const float> x, std::span<const double> reference);
+
+}  // namespace kvgrid::oracle

@@ -1,0 +1,77 @@
+#include "launch/ranks.h"
+
+#include <cstddef>
+#include <cstdio>
+#include <cstring>
+#include <exception>
+#include <new>
+
+namespace kvgrid::launch {
+
+namespace {
+
+int conclude(Process& process, int argc, char** argv, bool text_on_stderr,
+             const Result<Outcome>& result) {
+    const int code = result ? result->code : exitCode(result.error().code);
+    if (process.rank() == 0) {
+        if (result) {
+            verdict(text_on_stderr ? stderr : stdout, code, result->reason);
+        } else {
+            refuse(argc, argv, result.error());
+        }
+    }
+    // The launcher ends the job at the first exit code that is not 0: not before the verdict.
+    process.barrier();
+    return code;
+}
+
+}  // namespace
+
+int runOnRanks(int argc, char** argv, const ProcessOptions& options, bool text_on_stderr,
+               const std::function<Result<Outcome>(Process&)>& body) {
+    auto process = Process::start(options);
+    if (!process) return refuse(argc, argv, process.error());
+    try {
+        return conclude(*process, argc, argv, text_on_stderr, body(*process));
+    } catch (const Error& error) {
+        process->abort(exitCode(error.code()), error.what());
+    } catch (const std::bad_alloc&) {
+        process->abort(exitCode(ErrorCode::does_not_fit), "out of memory");
+    } catch (const std::exception& error) {
+        process->abort(exitCode(ErrorCode::internal), error.what());
+    }
+}
+
+Result<void> agree(Process& process, const Result<void>& mine) {
+    // Nothing where all is well, else the code as one character and the message.
+    std::string said;
+    if (!mine)
+        said = static_cast<char>('0' + static_cast<int>(mine.error().code)) + mine.error().message;
+    for (const std::string& other : process.allGather(said)) {
+        if (!other.empty()) {
+            return failure(static_cast<ErrorCode>(other.front() - '0'), other.substr(1));
+        }
+    }
+    return {};
+}
+
+Result<Destination> openDestination(Process& process, const std::string& json,
+                                    const std::string& csv) {
+    // Other ranks write nothing; all of them probing one file would find each other's.
+    auto mine = process.rank() == 0 ? Destination::check(json, csv) : Destination::check("", "");
+    const Result<void> checked = mine ? Result<void>() : tl::unexpected(mine.error());
+    if (auto agreed = agree(process, checked); !agreed) return tl::unexpected(agreed.error());
+    return mine;
+}
+
+std::vector<std::vector<double>> gatherValues(Process& process, std::span<const double> values) {
+    const std::string mine(reinterpret_cast<const char*>(values.data()), values.size_bytes());
+    std::vector<std::vector<double>> all;
+    for (const std::string& bytes : process.allGather(mine)) {
+        all.emplace_back(bytes.size() / sizeof(double));
+        std::memcpy(all.back().data(), bytes.data(), all.back().size() * sizeof(double));
+    }
+    return all;
+}
+
+}  // namespace kvgrid::launch

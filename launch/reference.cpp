@@ -1,0 +1,128 @@
+#include "launch/reference.h"
+
+#include <bit>
+#include <cmath>
+#include <cstddef>
+#include <random>
+#include <set>
+
+namespace kvgrid::launch {
+
+namespace {
+
+oracle::Rotary oracleRotary(const RotaryEmbedding& rotary) {
+    oracle::Rotary same{.dim = rotary.dim, .theta = rotary.theta};
+    if (rotary.llama3) {
+        same.llama3 = true;
+        same.factor = rotary.llama3->factor;
+        same.low_freq_factor = rotary.llama3->low_freq_factor;
+        same.high_freq_factor = rotary.llama3->high_freq_factor;
+        same.original_max_position = rotary.llama3->original_max_position;
+    }
+    return same;
+}
+
+oracle::Format oracleFormat(NumberFormat format) {
+    if (format == NumberFormat::fp16) return oracle::Format::fp16;
+    if (format == NumberFormat::bf16) return oracle::Format::bf16;
+    return oracle::Format::fp32;
+}
+
+// The value that the bits of a 16-bit format stand for, from the formats' definitions.
+double decoded(std::uint16_t bits, oracle::Format format) {
+    const int mantissa_bits = format == oracle::Format::bf16 ? 7 : 10;
+    const int bias = format == oracle::Format::bf16 ? 127 : 15;
+    const int mantissa = bits & ((1 << mantissa_bits) - 1);
+    const int exponent = (bits & 0x7fff) >> mantissa_bits;
+    const double sign = (bits & 0x8000) != 0 ? -1.0 : 1.0;
+    if (exponent == 2 * bias + 1) return std::nan("");
+    if (exponent == 0) return sign * std::ldexp(mantissa, 1 - bias - mantissa_bits);
+    return sign * std::ldexp(mantissa + (1 << mantissa_bits), exponent - bias - mantissa_bits);
+}
+
+}  // namespace
+
+double errorBound(NumberFormat output_format) noexcept {
+    if (output_format == NumberFormat::fp16) return 1e-3;
+    if (output_format == NumberFormat::bf16) return 4e-3;
+    return 1e-5;
+}
+
+Reference::Reference(const CacheConfig& config, std::uint64_t seed)
+    : workload_(seed, config.input_format, config.geometry.groups.front().head_dim),
+      rotary_(oracleRotary(config.rotary)),
+      kv_format_(oracleFormat(config.kv_format)),
+      scale_(config.softmax_scale > 0 ? config.softmax_scale
+                                      : 1.0 / std::sqrt(workload_.headDim())),
+      kv_heads_(config.geometry.groups.front().kv_heads),
+      group_size_(config.geometry.query_heads / kv_heads_) {}
+
+Reference::KeysValues Reference::keysValues(const Unit& unit, std::int64_t tokens) const {
+    const auto head_dim = static_cast<std::size_t>(headDim());
+    KeysValues stored;
+    stored.k.reserve(static_cast<std::size_t>(tokens) * head_dim);
+    stored.v.reserve(static_cast<std::size_t>(tokens) * head_dim);
+    std::vector<float> head(head_dim);
+    for (std::int64_t position = 0; position < tokens; ++position) {
+        const TokenAt token{.key = unit.key, .position = position, .layer = unit.layer};
+        workload_.fillHead(Tensor::k, token, unit.kv_head, head);
+        oracle::rotate(head, position, rotary_);
+        for (const float value : head)
+            stored.k.push_back(oracle::rounded(value, kv_format_));
+        workload_.fillHead(Tensor::v, token, unit.kv_head, head);
+        for (const float value : head)
+            stored.v.push_back(oracle::rounded(value, kv_format_));
+    }
+    return stored;
+}
+
+std::vector<double> Reference::attend(const Unit& unit, const KeysValues& stored, int query_head,
+                                      std::int64_t position) const {
+    const auto head_dim = static_cast<std::size_t>(headDim());
+    std::vector<float> head(head_dim);
+    workload_.fillHead(Tensor::q, {.key = unit.key, .position = position, .layer = unit.layer},
+                       query_head, head);
+    oracle::rotate(head, position, rotary_);
+    const std::vector<double> q(head.begin(), head.end());
+    const std::size_t seen = static_cast<std::size_t>(position + 1) * head_dim;
+    return oracle::attention(q, std::span(stored.k).first(seen), std::span(stored.v).first(seen),
+                             scale_)
+        .out;
+}
+
+std::int64_t Reference::countDifferences(std::span<const std::uint16_t> stored, int heads, int head,
+                                         std::span<const double> expected) const {
+    const auto head_dim = static_cast<std::size_t>(headDim());
+    const std::size_t row = static_cast<std::size_t>(heads) * head_dim;
+    std::int64_t different = 0;
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+        const std::size_t at =
+            i / head_dim * row + static_cast<std::size_t>(head) * head_dim + i % head_dim;
+        const double value = decoded(stored[at], kv_format_);
+        if (std::bit_cast<std::uint64_t>(value) != std::bit_cast<std::uint64_t>(expected[i]))
+            ++different;
+    }
+    return different;
+}
+
+std::vector<Unit> pickUnits(int layers, std::int64_t sequences, Heads heads, std::int64_t count,
+                            std::uint64_t seed) {
+    const std::int64_t all = layers * sequences * heads.count;
+    std::set<std::int64_t> picked;
+    std::mt19937_64 random(seed);
+    while (count < all && static_cast<std::int64_t>(picked.size()) < count)
+        picked.insert(static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(all)));
+    for (std::int64_t i = 0; count >= all && i < all; ++i)
+        picked.insert(i);
+
+    std::vector<Unit> units;
+    units.reserve(picked.size());
+    for (const std::int64_t i : picked) {
+        units.push_back({.layer = static_cast<int>(i / heads.count / sequences),
+                         .key = i / heads.count % sequences,
+                         .kv_head = heads.first + static_cast<int>(i % heads.count)});
+    }
+    return units;
+}
+
+}  // namespace kvgrid::launch

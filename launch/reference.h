@@ -1,0 +1,63 @@
+// What attention over a Workload must give, computed from the seed alone: generated, rotated and
+// rounded as the cache stores it, then attended by the oracle in fp64.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include <kvgrid/config.h>
+
+#include "launch/oracle.h"
+#include "launch/workload.h"
+
+namespace kvgrid::launch {
+
+// One KV head of one layer and sequence; its K and V serve all query heads of the group.
+struct Unit {
+    int layer = 0;
+    std::int64_t key = 0;  // of the sequence's data
+    int kv_head = 0;       // by its number in the model
+};
+
+// Largest relative error of one output vector that counts as right.
+[[nodiscard]] double errorBound(NumberFormat output_format) noexcept;
+
+class Reference {
+public:
+    Reference(const CacheConfig& config, std::uint64_t seed);
+
+    // As the cache must hold them: [tokens, head_dim].
+    struct KeysValues {
+        std::vector<double> k, v;
+    };
+    [[nodiscard]] KeysValues keysValues(const Unit& unit, std::int64_t tokens) const;
+
+    // Output of the token at `position`: it sees the first position + 1 of `stored`. [head_dim]
+    [[nodiscard]] std::vector<double> attend(const Unit& unit, const KeysValues& stored,
+                                             int query_head, std::int64_t position) const;
+
+    // Elements of K or V in the cache's format, [tokens, heads, head_dim], of which one head is
+    // compared: how many differ from `expected` [tokens, head_dim] in any bit.
+    [[nodiscard]] std::int64_t countDifferences(std::span<const std::uint16_t> stored, int heads,
+                                                int head, std::span<const double> expected) const;
+
+    [[nodiscard]] int kvHeads() const noexcept { return kv_heads_; }  // of all ranks
+    [[nodiscard]] int groupSize() const noexcept { return group_size_; }
+    [[nodiscard]] int headDim() const noexcept { return workload_.headDim(); }
+
+private:
+    Workload workload_;
+    oracle::Rotary rotary_;
+    oracle::Format kv_format_;
+    double scale_;
+    int kv_heads_;
+    int group_size_;  // query heads of a KV head
+};
+
+// `count` of the units of `heads` in all layers and sequences, or all when there are no more: a
+// sample that the seed picks.
+[[nodiscard]] std::vector<Unit> pickUnits(int layers, std::int64_t sequences, Heads heads,
+                                          std::int64_t count, std::uint64_t seed);
+
+}  // namespace kvgrid::launch

@@ -1,0 +1,236 @@
+#include "shard/shard.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+namespace kvgrid {
+
+Result<Shard> Shard::create(Device& device, const ShardConfig& config) {
+    const PlanLimits& limits = config.limits;
+    Result<Pool> device_pool =
+        Pool::onDevice(device, config.layout, config.block, limits.device_blocks);
+    if (!device_pool) return tl::unexpected<Failure>(device_pool.error());
+    Result<Pool> host_pool = Pool::onHost(device, config.block, limits.host_blocks);
+    if (!host_pool) return tl::unexpected<Failure>(host_pool.error());
+    Result<BlockTables> tables =
+        BlockTables::create(device, limits, 0, config.place.context, config.rotary);
+    if (!tables) return tl::unexpected<Failure>(tables.error());
+
+    const auto heads = static_cast<std::size_t>(limits.max_step_tokens) *
+                       static_cast<std::size_t>(config.query_heads);
+    const std::size_t state_bytes =
+        heads * static_cast<std::size_t>(config.block.head_dim) * sizeof(float);
+    Result<Buffer> q = Buffer::onDevice(device, state_bytes);
+    if (!q) return tl::unexpected<Failure>(q.error());
+    Result<Buffer> out = Buffer::onDevice(device, state_bytes);
+    if (!out) return tl::unexpected<Failure>(out.error());
+    Result<Buffer> lse = Buffer::onDevice(device, heads * sizeof(float));
+    if (!lse) return tl::unexpected<Failure>(lse.error());
+    Result<Buffer> workspace = Buffer::onDevice(
+        device, device.operations().attendWorkspaceBytes(limits.max_step_tokens, config.query_heads,
+                                                         config.block.head_dim));
+    if (!workspace) return tl::unexpected<Failure>(workspace.error());
+    return Shard(device, config,
+                 Memory{std::move(*device_pool), std::move(*host_pool), std::move(*tables),
+                        std::move(*q), std::move(*out), std::move(*lse), std::move(*workspace)});
+}
+
+Shard::Shard(Device& device, const ShardConfig& config, Memory memory)
+    : device_(&device),
+      config_(config),
+      device_pool_(std::move(memory.device_pool)),
+      host_pool_(std::move(memory.host_pool)),
+      replica_(config.limits),
+      tables_(std::move(memory.tables)),
+      q_(std::move(memory.q)),
+      out_(std::move(memory.out)),
+      lse_(std::move(memory.lse)),
+      workspace_(std::move(memory.workspace)),
+      appended_(static_cast<std::size_t>(config.limits.max_sequences) *
+                static_cast<std::size_t>(config.block.layers)) {}
+
+Result<void> Shard::apply(const StepPlan& plan, StreamView stream) {
+    if (Result<void> applied = replica_.apply(plan); !applied) return applied;
+    for (const SequenceRecord& record : plan.sequences) {
+        forgetPast(record.slot, record.kind == SequenceRecord::Kind::length ? record.length : 0);
+    }
+    copyBlocks(plan.copies, stream);
+    tables_.apply(plan, stream);
+    q_layer_ = -1;
+    return {};
+}
+
+// Tokens past the committed length were rejected, or belonged to the slot's last owner: they do not
+// count as appended again.
+void Shard::forgetPast(std::int32_t slot, std::int64_t length) {
+    const auto layers = static_cast<std::size_t>(config_.block.layers);
+    const auto first =
+        appended_.begin() + static_cast<std::ptrdiff_t>(static_cast<std::size_t>(slot) * layers);
+    std::transform(first, first + config_.block.layers, first,
+                   [length](std::int64_t mark) { return std::min(mark, length); });
+}
+
+void Shard::copyBlocks(std::span<const CopyRecord> copies, StreamView stream) {
+    std::size_t i = 0;
+    while (i < copies.size()) {
+        const CopyRecord& first = copies[i];
+        pairs_.clear();
+        for (; i < copies.size() && copies[i].direction == first.direction &&
+               copies[i].context == first.context && copies[i].group == first.group;
+             ++i) {
+            const bool offload = first.direction == CopyRecord::Direction::offload;
+            pairs_.push_back(
+                {.source = offload ? copies[i].device_block : copies[i].host_block,
+                 .destination = offload ? copies[i].host_block : copies[i].device_block});
+        }
+        if (first.context != config_.place.context) continue;
+        const bool offload = first.direction == CopyRecord::Direction::offload;
+        CopyBlocksParams params;
+        params.source = offload ? device_pool_.runs() : host_pool_.runs();
+        params.destination = offload ? host_pool_.runs() : device_pool_.runs();
+        params.pairs = pairs_.data();
+        params.count = static_cast<std::int64_t>(pairs_.size());
+        device_->operations().copyBlocks(params, stream);
+    }
+}
+
+Result<void> Shard::checkLayer(int layer) const {
+    if (layer >= 0 && layer < config_.block.layers) return {};
+    return failure(ErrorCode::invalid_argument, "layer " + std::to_string(layer) +
+                                                    " is not in [0, " +
+                                                    std::to_string(config_.block.layers) + ")");
+}
+
+Result<void> Shard::append(int layer, const void* q, const void* k, const void* v,
+                           StreamView stream) {
+    if (Result<void> checked = checkLayer(layer); !checked) return checked;
+    if (rows() == 0) return {};
+    if (k == nullptr || v == nullptr) {
+        return failure(ErrorCode::invalid_argument, k == nullptr ? "k is null" : "v is null");
+    }
+    AppendParams params;
+    params.rows = rows();
+    params.query_heads = config_.query_heads;
+    params.kv_heads = config_.block.kv_heads;
+    params.head_dim = config_.block.head_dim;
+    params.input_format = config_.input_format;
+    params.q = q;
+    params.k = k;
+    params.v = v;
+    params.q_rotated = q_.as<float>();
+    params.rotary_dim = config_.rotary.dim;
+    params.cosines = tables_.cosines();
+    params.sines = tables_.sines();
+    params.runs = tables_.runs();
+    params.run_count = static_cast<std::int64_t>(runs().size());
+    params.tables = tables_.view();
+    params.pool = device_pool_.view();
+    params.layer = layer;
+    device_->operations().append(params, stream);
+
+    q_layer_ = q != nullptr ? layer : -1;
+    for (const Run& run : runs()) {
+        std::int64_t& mark = appended_[static_cast<std::size_t>(run.slot) *
+                                           static_cast<std::size_t>(config_.block.layers) +
+                                       static_cast<std::size_t>(layer)];
+        mark = std::max(mark, run.first_position + run.rows);
+    }
+    return {};
+}
+
+Result<void> Shard::attend(int layer, StreamView stream) {
+    if (Result<void> checked = checkLayer(layer); !checked) return checked;
+    if (rows() == 0) return {};
+    if (q_layer_ != layer) {
+        return failure(ErrorCode::invalid_argument,
+                       "layer " + std::to_string(layer) +
+                           " is attended before its q was appended in this step");
+    }
+    AttendParams params;
+    params.query_heads = config_.query_heads;
+    params.kv_heads = config_.block.kv_heads;
+    params.head_dim = config_.block.head_dim;
+    params.scale = config_.softmax_scale;
+    params.q = q_.as<const float>();
+    params.runs = tables_.runs();
+    params.run_count = static_cast<std::int64_t>(runs().size());
+    params.max_position = tables_.maxPosition();
+    params.context_rank = config_.place.context;
+    params.context_ranks = config_.place.contexts;
+    params.tables = tables_.view();
+    params.pool = device_pool_.view();
+    params.layer = layer;
+    params.out = out_.as<float>();
+    params.lse = lse_.as<float>();
+    params.workspace = workspace_.data();
+    params.workspace_bytes = workspace_.bytes();
+    device_->operations().attend(params, stream);
+    return {};
+}
+
+Result<void> Shard::gather(SequenceId sequence, int layer, void* k, void* v, StreamView stream) {
+    if (Result<void> checked = checkLayer(layer); !checked) return checked;
+    const std::optional<std::int32_t> slot = replica_.slotOf(sequence);
+    if (!slot) {
+        return failure(
+            ErrorCode::invalid_argument,
+            "sequence " + std::to_string(static_cast<std::int32_t>(sequence)) + " is unknown");
+    }
+    const std::int64_t length = replica_.length(*slot);
+    if (length == 0) return {};
+    if (k == nullptr || v == nullptr) {
+        return failure(ErrorCode::invalid_argument, k == nullptr ? "k is null" : "v is null");
+    }
+    const std::int64_t blocks = (length + config_.block.block_size - 1) / config_.block.block_size;
+    for (std::int64_t logical = 0; logical < blocks; ++logical) {
+        if (replica_.block(*slot, 0, config_.place.context, static_cast<std::int32_t>(logical))
+                .tier != Tier::device) {
+            return failure(ErrorCode::does_not_fit,
+                           "sequence " + std::to_string(static_cast<std::int32_t>(sequence)) +
+                               " has blocks in host memory; run it first");
+        }
+    }
+    GatherParams params;
+    params.slot = *slot;
+    params.tokens = length;
+    params.kv_heads = config_.block.kv_heads;
+    params.head_dim = config_.block.head_dim;
+    params.tables = tables_.view();
+    params.pool = device_pool_.view();
+    params.layer = layer;
+    params.k = k;
+    params.v = v;
+    device_->operations().gather(params, stream);
+    return {};
+}
+
+Result<void> Shard::checkAppended(std::span<const std::int64_t> tokens) const {
+    const auto layers = static_cast<std::size_t>(config_.block.layers);
+    for (std::size_t i = 0; i < runs().size(); ++i) {
+        const Run& run = runs()[i];
+        const std::int64_t* marks = appended_.data() + static_cast<std::size_t>(run.slot) * layers;
+        const std::int64_t* least = std::min_element(marks, marks + layers);
+        if (run.first_position + tokens[i] > *least) {
+            return failure(
+                ErrorCode::invalid_argument,
+                "sequence " +
+                    std::to_string(static_cast<std::int32_t>(replica_.sequenceOf(run.slot))) +
+                    " cannot advance to " + std::to_string(run.first_position + tokens[i]) +
+                    " tokens: layer " + std::to_string(least - marks) + " has appended " +
+                    std::to_string(*least));
+        }
+    }
+    return {};
+}
+
+void Shard::commit(std::span<const std::int64_t> tokens) {
+    for (std::size_t i = 0; i < runs().size(); ++i) {
+        const Run& run = runs()[i];
+        const std::int64_t length = run.first_position + tokens[i];
+        replica_.setLength(run.slot, length);
+        forgetPast(run.slot, length);
+    }
+}
+
+}  // namespace kvgrid

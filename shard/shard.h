@@ -1,0 +1,103 @@
+// What one rank does with a plan: apply it, append a layer, attend a layer. No MPI, no NCCL.
+//
+// All memory is taken in create: the pools, the tables, and the workspace for the largest step.
+// apply, append and attend enqueue on the stream they are given.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include <kvgrid/config.h>
+#include <kvgrid/error.h>
+
+#include "kernels/device.h"
+#include "kernels/ops.h"
+#include "shard/block_tables.h"
+#include "shard/ownership.h"
+#include "shard/pool.h"
+#include "shard/replica.h"
+#include "shard/step_plan.h"
+
+namespace kvgrid {
+
+// This rank's part of a cache with one layer group.
+struct ShardConfig {
+    BlockShape block;     // of this rank's KV heads
+    int query_heads = 0;  // of this rank
+    PoolLayout layout = PoolLayout::block_major;
+    NumberFormat input_format = NumberFormat::bf16;
+    RotaryEmbedding rotary;
+    float softmax_scale = 1.0F;
+    GridPlace place;
+    PlanLimits limits;
+};
+
+class Shard {
+public:
+    // does_not_fit: pools, tables or workspace. The device must outlive it.
+    [[nodiscard]] static Result<Shard> create(Device& device, const ShardConfig& config);
+
+    // Metadata, block copies in order, tables, runs. internal: the plan contradicts this rank's
+    // state; the job must end.
+    [[nodiscard]] Result<void> apply(const StepPlan& plan, StreamView stream);
+
+    // K and V of the step's rows into one layer; shapes as in Cache::append. invalid_argument: null
+    // k or v, a layer that is not there.
+    [[nodiscard]] Result<void> append(int layer, const void* q, const void* k, const void* v,
+                                      StreamView stream);
+
+    // States of the step's rows over what this rank owns, into states(). invalid_argument: not
+    // right after an append of the same layer with q.
+    [[nodiscard]] Result<void> attend(int layer, StreamView stream);
+    [[nodiscard]] const float* states() const noexcept {
+        return out_.as<const float>();
+    }  // [rows, query heads, head_dim]
+    [[nodiscard]] const float* lse() const noexcept {
+        return lse_.as<const float>();
+    }  // [rows, query heads]
+
+    // As Cache::gather.
+    [[nodiscard]] Result<void> gather(SequenceId sequence, int layer, void* k, void* v,
+                                      StreamView stream);
+
+    // Whether every layer has appended the first tokens[i] of run i of the step. invalid_argument:
+    // the least appended layer, by number.
+    [[nodiscard]] Result<void> checkAppended(std::span<const std::int64_t> tokens) const;
+    // Ahead of the plan that carries the same lengths: runs grow by tokens[i].
+    void commit(std::span<const std::int64_t> tokens);
+
+    [[nodiscard]] const Replica& replica() const noexcept { return replica_; }
+    [[nodiscard]] std::span<const Run> runs() const noexcept { return tables_.hostRuns(); }
+    [[nodiscard]] std::int64_t rows() const noexcept { return tables_.rows(); }
+    [[nodiscard]] const Pool& devicePool() const noexcept { return device_pool_; }
+    [[nodiscard]] const Pool& hostPool() const noexcept { return host_pool_; }
+
+private:
+    struct Memory {
+        Pool device_pool, host_pool;
+        BlockTables tables;
+        Buffer q, out, lse, workspace;
+    };
+
+    Shard(Device& device, const ShardConfig& config, Memory memory);
+    void copyBlocks(std::span<const CopyRecord> copies, StreamView stream);
+    void forgetPast(std::int32_t slot, std::int64_t length);
+    [[nodiscard]] Result<void> checkLayer(int layer) const;
+
+    Device* device_;
+    ShardConfig config_;
+    Pool device_pool_;
+    Pool host_pool_;
+    Replica replica_;
+    BlockTables tables_;
+    Buffer q_;                            // [max_step_tokens, query heads, head_dim] fp32, rotated
+    Buffer out_;                          // [max_step_tokens, query heads, head_dim] fp32
+    Buffer lse_;                          // [max_step_tokens, query heads] fp32
+    Buffer workspace_;                    // of attend
+    std::vector<std::int64_t> appended_;  // [slot][layer]: positions below are written
+    std::vector<BlockPair> pairs_;
+    int q_layer_ = -1;  // whose q lies in q_
+};
+
+}  // namespace kvgrid

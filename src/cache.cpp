@@ -1,0 +1,401 @@
+// The façade: the one file that sees coordinator, shard and comm.
+//
+// A step: rank 0's coordinator makes a plan -> control hands it to every rank -> the shard applies
+// it
+// -> for each layer append, attend, join -> advance commits the lengths.
+#include <kvgrid/cache.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <optional>
+#include <utility>
+
+#include <xxhash.h>
+
+#include "comm/fault_injection.h"
+#include "comm/join.h"
+#include "comm/process.h"
+#include "kernels/attention_state.h"
+#include "shard/shard.h"
+#include "src/coordinator.h"
+
+namespace kvgrid {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Adds the time it lives to `seconds`.
+class Stopwatch {
+public:
+    explicit Stopwatch(double& seconds) : seconds_(&seconds), start_(Clock::now()) {}
+    ~Stopwatch() { *seconds_ += std::chrono::duration<double>(Clock::now() - start_).count(); }
+    Stopwatch(const Stopwatch&) = delete;
+    Stopwatch& operator=(const Stopwatch&) = delete;
+
+private:
+    double* seconds_;
+    Clock::time_point start_;
+};
+
+PlanLimits limitsOf(const CacheConfig& config) {
+    PlanLimits limits;
+    limits.max_sequences = config.max_sequences;
+    limits.max_sequence_length = config.max_sequence_length;
+    limits.max_step_tokens = config.max_step_tokens;
+    limits.contexts = config.grid.context;
+    const std::int64_t share = mostOwnedTokens(config.max_sequence_length, config.grid.context);
+    limits.blocks_per_sequence = (share + config.block_size - 1) / config.block_size;
+    limits.device_blocks = config.device_blocks;
+    limits.host_blocks = config.host_blocks;
+    return limits;
+}
+
+ShardConfig shardConfigOf(const CacheConfig& config, int rank) {
+    const LayerGroup& group = config.geometry.groups.front();
+    ShardConfig shard;
+    shard.place = placeOf(rank, config.grid.heads, config.grid.context);
+    shard.block = {.layers = config.geometry.layers,
+                   .kv_heads = ownedHeads(group.kv_heads, shard.place).count,
+                   .head_dim = group.head_dim,
+                   .block_size = config.block_size,
+                   .format = config.kv_format};
+    shard.query_heads = ownedHeads(config.geometry.query_heads, shard.place).count;
+    shard.layout = config.layout;
+    shard.input_format = config.input_format;
+    shard.rotary = config.rotary;
+    shard.softmax_scale = static_cast<float>(config.softmax_scale);
+    shard.limits = limitsOf(config);
+    return shard;
+}
+
+// What decoding needs beyond what every configuration must be.
+Result<void> checkDecodable(const CacheConfig& config) {
+    if (config.geometry.groups.size() != 1) {
+        return failure(ErrorCode::invalid_argument,
+                       "geometry.groups: this version decodes one layer group, not " +
+                           std::to_string(config.geometry.groups.size()));
+    }
+    const LayerGroup& group = config.geometry.groups.front();
+    if (static_cast<int>(group.layers.size()) != config.geometry.layers) {
+        return failure(ErrorCode::invalid_argument,
+                       "geometry.groups: every layer must be in the group");
+    }
+    if (group.window != 0 && group.window < config.max_sequence_length) {
+        return failure(ErrorCode::invalid_argument,
+                       "geometry.groups: this version decodes no sliding window (" +
+                           std::to_string(group.window) + ")");
+    }
+    return {};
+}
+
+// Everything that must be alike on all ranks; the pools' sizes may differ.
+std::int64_t configDigest(const CacheConfig& config) {
+    std::string bytes;
+    const auto add = [&bytes](const auto& value) {
+        bytes.append(reinterpret_cast<const char*>(&value), sizeof(value));
+    };
+    add(config.geometry.layers);
+    add(config.geometry.query_heads);
+    for (const LayerGroup& group : config.geometry.groups) {
+        for (const int layer : group.layers)
+            add(layer);
+        add(group.kv_heads);
+        add(group.head_dim);
+        add(group.window);
+    }
+    add(config.grid.heads);
+    add(config.grid.context);
+    add(config.kv_format);
+    add(config.input_format);
+    add(config.output_format);
+    add(config.rotary.dim);
+    add(config.rotary.theta);
+    if (config.rotary.llama3) {
+        add(config.rotary.llama3->factor);
+        add(config.rotary.llama3->low_freq_factor);
+        add(config.rotary.llama3->high_freq_factor);
+        add(config.rotary.llama3->original_max_position);
+    }
+    add(config.softmax_scale);
+    add(config.layout);
+    add(config.block_size);
+    add(config.max_sequences);
+    add(config.max_sequence_length);
+    add(config.max_step_tokens);
+    return static_cast<std::int64_t>(XXH3_64bits(bytes.data(), bytes.size()));
+}
+
+// The configuration with everything chosen that was left open. Local.
+Result<CacheConfig> completed(CacheConfig config, int ranks) {
+    if (Result<void> valid = validate(config); !valid)
+        return tl::unexpected<Failure>(valid.error());
+    if (Result<void> valid = checkDecodable(config); !valid)
+        return tl::unexpected<Failure>(valid.error());
+    Result<Grid> grid = chooseGrid(config.geometry, ranks, config.grid);
+    if (!grid) return tl::unexpected<Failure>(grid.error());
+    config.grid = *grid;
+    if (config.softmax_scale == 0.0)
+        config.softmax_scale = 1.0 / std::sqrt(config.geometry.groups.front().head_dim);
+    if (config.layout == PoolLayout::contiguous) {
+        const std::int64_t share = mostOwnedTokens(config.max_sequence_length, config.grid.context);
+        const std::int64_t rounded = (share + stripe_tokens - 1) / stripe_tokens * stripe_tokens;
+        if (rounded > std::numeric_limits<int>::max()) {
+            return failure(ErrorCode::invalid_argument,
+                           "max_sequence_length: " + std::to_string(rounded) +
+                               " tokens are too long for a contiguous block");
+        }
+        config.block_size = static_cast<int>(rounded);
+    }
+    return config;
+}
+
+}  // namespace
+
+struct Cache::State {
+    Process* process;
+    comm::ProcessState* ranks;
+    CacheConfig config;
+    PlanLimits limits;
+    std::int64_t block_bytes;
+    Shard shard;
+    comm::Join join;
+    std::optional<Coordinator> coordinator;  // on rank 0
+    CacheTiming timing;
+    std::int64_t step = 0;  // number of the newest step
+    bool open = false;      // it was not advanced yet
+
+    [[nodiscard]] StreamView streamOf(cudaStream_t stream) const {
+        return stream == nullptr ? ranks->device->defaultStream()
+                                 : StreamView(*ranks->device, stream);
+    }
+
+    [[nodiscard]] Result<void> checkStep(const Step& given) const {
+        if (given.number() != step) {
+            return failure(ErrorCode::invalid_argument, "step " + std::to_string(given.number()) +
+                                                            " is not the newest, which is " +
+                                                            std::to_string(step));
+        }
+        if (!open) {
+            return failure(ErrorCode::invalid_argument,
+                           "step " + std::to_string(step) + " was advanced already");
+        }
+        return {};
+    }
+
+    [[nodiscard]] Result<void> advance(std::span<const std::int64_t> accepted) {
+        if (accepted.size() != shard.runs().size()) {
+            return failure(ErrorCode::invalid_argument,
+                           "accepted: " + std::to_string(accepted.size()) + " counts for " +
+                               std::to_string(shard.runs().size()) + " runs");
+        }
+        for (std::size_t i = 0; i < accepted.size(); ++i) {
+            if (accepted[i] < 0 || accepted[i] > shard.runs()[i].rows) {
+                return failure(ErrorCode::invalid_argument,
+                               "accepted[" + std::to_string(i) +
+                                   "]: " + std::to_string(accepted[i]) + " is not in [0, " +
+                                   std::to_string(shard.runs()[i].rows) + "]");
+            }
+        }
+        if (Result<void> appended = shard.checkAppended(accepted); !appended) return appended;
+        if (coordinator) {
+            if (Result<void> advanced = coordinator->advance(accepted); !advanced) return advanced;
+        }
+        shard.commit(accepted);
+        open = false;
+        return {};
+    }
+};
+
+Cache::Cache(std::unique_ptr<State> state) : state_(std::move(state)) {}
+Cache::Cache(Cache&&) noexcept = default;
+Cache& Cache::operator=(Cache&&) noexcept = default;
+Cache::~Cache() = default;
+
+Result<Cache> Cache::create(Process& process, const CacheConfig& given) {
+    comm::ProcessState& ranks = process.state();
+    comm::Control& control = *ranks.control;
+
+    Result<CacheConfig> config = completed(given, ranks.size);
+    const Result<void> valid = config ? Result<void>() : tl::unexpected<Failure>(config.error());
+    if (Result<void> agreed = control.agree(valid); !agreed)
+        return tl::unexpected<Failure>(agreed.error());
+    const std::int64_t digest = configDigest(*config);
+    if (control.minimum(digest) != control.maximum(digest)) {
+        return failure(ErrorCode::invalid_argument, "the configuration differs between ranks");
+    }
+    config->device_blocks = control.minimum(config->device_blocks);
+    config->host_blocks = control.minimum(config->host_blocks);
+
+    const ShardConfig shard_config = shardConfigOf(*config, ranks.rank);
+    const Result<std::int64_t> block_bytes = blockBytes(shard_config.block);
+    Result<Shard> shard = block_bytes ? Shard::create(*ranks.device, shard_config)
+                                      : Result<Shard>(tl::unexpected<Failure>(block_bytes.error()));
+    const Result<void> made = shard ? Result<void>() : tl::unexpected<Failure>(shard.error());
+    if (Result<void> agreed = control.agree(made); !agreed)
+        return tl::unexpected<Failure>(agreed.error());
+
+    Result<comm::Join> join = comm::Join::create(ranks.transport(), *ranks.device,
+                                                 {.max_rows = config->max_step_tokens,
+                                                  .local_heads = shard_config.query_heads,
+                                                  .head_dim = shard_config.block.head_dim,
+                                                  .output_format = config->output_format});
+    const Result<void> joined = join ? Result<void>() : tl::unexpected<Failure>(join.error());
+    if (Result<void> agreed = control.agree(joined); !agreed)
+        return tl::unexpected<Failure>(agreed.error());
+
+    auto state = std::make_unique<State>(State{.process = &process,
+                                               .ranks = &ranks,
+                                               .config = *config,
+                                               .limits = shard_config.limits,
+                                               .block_bytes = *block_bytes,
+                                               .shard = std::move(*shard),
+                                               .join = std::move(*join),
+                                               .coordinator = std::nullopt,
+                                               .timing = {}});
+    if (ranks.rank == 0) {
+        state->coordinator.emplace(
+            CoordinatorConfig{.limits = state->limits, .block_sizes = {config->block_size}});
+    }
+    return Cache(std::move(state));
+}
+
+Result<Step> Cache::begin(const Requests& requests) {
+    State& state = *state_;
+    const Stopwatch watch(state.timing.begin_s);
+    state.ranks->watchdog->setPlace(state.step + 1, -1);
+    std::vector<std::byte> message;
+    if (state.coordinator) message = state.coordinator->plan(requests.all()).encode();
+    const Result<StepPlan> plan =
+        StepPlan::decode(state.ranks->control->broadcast(message), state.limits);
+    if (!plan) throw Error(plan.error());
+    if (Result<void> applied = state.shard.apply(*plan, state.streamOf(nullptr)); !applied)
+        throw Error(applied.error());
+
+    state.step = plan->number;
+    state.open = true;
+    Step step;
+    step.number_ = plan->number;
+    step.runs_ = static_cast<std::int64_t>(plan->runs.size());
+    step.answers_.reserve(plan->answers.size());
+    for (const AnswerRecord& answer : plan->answers) {
+        step.answers_.push_back({.status = static_cast<Answer::Status>(answer.status),
+                                 .sequence = SequenceId{answer.sequence},
+                                 .why = plan->text.substr(answer.why_offset, answer.why_bytes)});
+    }
+    step.rows_.reserve(static_cast<std::size_t>(state.shard.rows()));
+    for (const Run& run : state.shard.runs()) {
+        for (std::int64_t row = 0; row < run.rows; ++row) {
+            step.rows_.push_back(
+                {state.shard.replica().sequenceOf(run.slot), run.first_position + row});
+        }
+    }
+    return step;
+}
+
+Result<void> Cache::append(const Step& step, int layer, const void* q, const void* k, const void* v,
+                           cudaStream_t stream) {
+    State& state = *state_;
+    if (Result<void> checked = state.checkStep(step); !checked) return checked;
+    const Stopwatch watch(state.timing.append_s);
+    state.ranks->watchdog->setPlace(step.number(), layer);
+    comm::faultPoint("append", state.ranks->rank);
+    return state.shard.append(layer, q, k, v, state.streamOf(stream));
+}
+
+Result<void> Cache::attend(const Step& step, int layer, void* out, Output output,
+                           cudaStream_t stream_handle) {
+    State& state = *state_;
+    if (Result<void> checked = state.checkStep(step); !checked) return checked;
+    if (out == nullptr && state.shard.rows() > 0)
+        return failure(ErrorCode::invalid_argument, "out is null");
+    const StreamView stream = state.streamOf(stream_handle);
+    state.ranks->watchdog->setPlace(step.number(), layer);
+    comm::faultPoint("attend", state.ranks->rank);
+    {
+        const Stopwatch watch(state.timing.attend_s);
+        if (Result<void> attended = state.shard.attend(layer, stream); !attended) return attended;
+    }
+    const Stopwatch watch(state.timing.join_s);
+    if (output == Output::gathered) {
+        state.join.gather(state.shard.states(), state.shard.rows(), out, stream);
+    } else {
+        state.join.keep(state.shard.states(), state.shard.rows(), out, stream);
+    }
+    return {};
+}
+
+Result<void> Cache::advance(const Step& step) {
+    State& state = *state_;
+    if (Result<void> checked = state.checkStep(step); !checked) return checked;
+    std::vector<std::int64_t> all;
+    all.reserve(state.shard.runs().size());
+    for (const Run& run : state.shard.runs())
+        all.push_back(run.rows);
+    return state.advance(all);
+}
+
+Result<void> Cache::advance(const Step& step, std::span<const std::int64_t> accepted) {
+    State& state = *state_;
+    if (Result<void> checked = state.checkStep(step); !checked) return checked;
+    if (state.coordinator) return state.advance(accepted);
+    state.open = false;
+    return {};
+}
+
+Result<std::int64_t> Cache::length(SequenceId sequence) const {
+    const Replica& replica = state_->shard.replica();
+    const std::optional<std::int32_t> slot = replica.slotOf(sequence);
+    if (!slot) {
+        return failure(
+            ErrorCode::invalid_argument,
+            "sequence " + std::to_string(static_cast<std::int32_t>(sequence)) + " is unknown");
+    }
+    return replica.length(*slot);
+}
+
+Result<void> Cache::gather(SequenceId sequence, int layer, void* k, void* v, cudaStream_t stream) {
+    return state_->shard.gather(sequence, layer, k, v, state_->streamOf(stream));
+}
+
+const CacheConfig& Cache::config() const noexcept {
+    return state_->config;
+}
+
+CacheHeads Cache::heads() const noexcept {
+    const CacheConfig& config = state_->config;
+    const GridPlace place = placeOf(state_->ranks->rank, config.grid.heads, config.grid.context);
+    const HeadRange query = ownedHeads(config.geometry.query_heads, place);
+    const HeadRange kv = ownedHeads(config.geometry.groups.front().kv_heads, place);
+    return {.first_query_head = query.first,
+            .query_heads = query.count,
+            .first_kv_head = kv.first,
+            .kv_heads = kv.count};
+}
+
+CacheStats Cache::stats() {
+    CacheStats stats;
+    if (const auto& coordinator = state_->coordinator) {
+        stats.device_blocks = state_->limits.device_blocks;
+        stats.device_blocks_free = coordinator->freeBlocks(Tier::device, 0, 0);
+        stats.host_blocks = state_->limits.host_blocks;
+        stats.host_blocks_free = coordinator->freeBlocks(Tier::host, 0, 0);
+        stats.offloaded_blocks = coordinator->offloadedBlocks();
+        stats.restored_blocks = coordinator->restoredBlocks();
+        stats.distinct_offloaded_blocks = coordinator->distinctOffloadedBlocks();
+        stats.block_bytes = state_->block_bytes;
+    }
+    const std::span<const std::byte> root =
+        state_->ranks->control->broadcast(std::as_bytes(std::span(&stats, 1)));
+    std::memcpy(&stats, root.data(), sizeof(stats));
+    return stats;
+}
+
+CacheTiming Cache::takeTiming() noexcept {
+    return std::exchange(state_->timing, {});
+}
+
+}  // namespace kvgrid

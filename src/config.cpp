@@ -1,0 +1,283 @@
+#include <kvgrid/config.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <numeric>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "src/checked_math.h"
+#include "src/geometry_checks.h"
+
+namespace kvgrid {
+
+namespace {
+
+constexpr std::array head_dims{64, 80, 96, 128, 256};
+constexpr int most_gqa_group = 128;
+constexpr int most_block_size = 256;
+constexpr int most_count =
+    1 << 20;  // of layers, heads and head dim: products stay far from 64 bits
+
+std::string text(std::int64_t value) {
+    return std::to_string(value);
+}
+
+tl::unexpected<Failure> invalid(const std::string& message) {
+    return failure(ErrorCode::invalid_argument, message);
+}
+
+Result<void> checkCount(const std::string& what, std::int64_t value, std::int64_t least,
+                        std::int64_t most = INT64_MAX) {
+    if (value >= least && value <= most) return {};
+    if (most == INT64_MAX) return invalid(what + " " + text(value) + ": at least " + text(least));
+    return invalid(what + " " + text(value) + ": " + text(least) + " to " + text(most));
+}
+
+// KV heads can be divided by the divisors of this.
+int commonKvHeads(const Geometry& geometry) {
+    int common = 0;
+    for (const LayerGroup& group : geometry.groups)
+        common = std::gcd(common, group.kv_heads);
+    return common;
+}
+
+std::string divisorsOf(int number) {
+    std::vector<int> divisors;
+    for (int candidate = 1; candidate <= number; ++candidate) {
+        if (number % candidate == 0) divisors.push_back(candidate);
+    }
+    std::string list;
+    for (std::size_t i = 0; i < divisors.size(); ++i) {
+        if (i > 0) list += i + 1 == divisors.size() ? " or " : ", ";
+        list += text(divisors[i]);
+    }
+    return list;
+}
+
+Result<void> checkHeads(const Geometry& geometry, int heads, const std::string& argument) {
+    const int common = commonKvHeads(geometry);
+    if (common % heads == 0) return {};
+    return invalid(argument + ": " + text(heads) + " does not divide the " + text(common) +
+                   " KV heads; " + divisorsOf(common) + " would do");
+}
+
+Result<void> checkDecodable(const Geometry& geometry) {
+    if (geometry.groups.size() != 1) {
+        return invalid("geometry: " + text(static_cast<std::int64_t>(geometry.groups.size())) +
+                       " layer groups; this version decodes one");
+    }
+    const LayerGroup& group = geometry.groups.front();
+    if (group.window != 0) {
+        return invalid("window " + text(group.window) +
+                       ": this version decodes without sliding windows only");
+    }
+    if (std::find(head_dims.begin(), head_dims.end(), group.head_dim) == head_dims.end()) {
+        return invalid("head dim " + text(group.head_dim) + ": 64, 80, 96, 128 or 256");
+    }
+    return checkCount("query heads a KV head", geometry.query_heads / group.kv_heads, 1,
+                      most_gqa_group);
+}
+
+Result<void> checkRotary(const RotaryEmbedding& rotary, int head_dim) {
+    if (rotary.dim == 0) return {};
+    const auto checked = checkCount("rotary dim", rotary.dim, 0, head_dim);
+    if (!checked) return checked;
+    if (rotary.dim % 2 != 0) return invalid("rotary dim " + text(rotary.dim) + " is odd");
+    if (!std::isfinite(rotary.theta) || rotary.theta <= 0) {
+        return invalid("rotary theta " + std::to_string(rotary.theta) + ": above 0");
+    }
+    if (!rotary.llama3) return {};
+    const Llama3Scaling& scaling = *rotary.llama3;
+    for (const double value : {scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor,
+                               scaling.original_max_position}) {
+        if (!std::isfinite(value) || value <= 0) {
+            return invalid("rotary llama3 scaling: every factor is above 0");
+        }
+    }
+    if (scaling.high_freq_factor <= scaling.low_freq_factor) {
+        return invalid("rotary llama3 scaling: high_freq_factor is above low_freq_factor");
+    }
+    return {};
+}
+
+Result<void> checkFormats(const CacheConfig& config) {
+    if (config.kv_format != NumberFormat::fp16 && config.kv_format != NumberFormat::bf16) {
+        return invalid("KV format " + std::string(name(config.kv_format)) +
+                       ": this version stores fp16 or bf16");
+    }
+    const auto plain = [](NumberFormat format) {
+        return format == NumberFormat::fp32 || format == NumberFormat::fp16 ||
+               format == NumberFormat::bf16;
+    };
+    if (!plain(config.input_format)) {
+        return invalid("input format " + std::string(name(config.input_format)) +
+                       ": fp32, fp16 or bf16");
+    }
+    if (!plain(config.output_format)) {
+        return invalid("output format " + std::string(name(config.output_format)) +
+                       ": fp32, fp16 or bf16");
+    }
+    return {};
+}
+
+// Tokens of a block: a contiguous one holds a sequence, whole stripes of 256.
+std::optional<std::int64_t> blockTokens(const CacheConfig& config) {
+    if (config.layout != PoolLayout::contiguous) return config.block_size;
+    constexpr std::int64_t stripe = 256;
+    const auto padded = checkedSum({config.max_sequence_length, stripe - 1});
+    if (!padded) return std::nullopt;
+    return *padded / stripe * stripe;
+}
+
+// Every byte offset into a pool or a step's tensors must stay within 64 bits.
+Result<void> checkOffsets(const CacheConfig& config) {
+    const LayerGroup& group = config.geometry.groups.front();
+    const auto layers = static_cast<std::int64_t>(group.layers.size());
+    const auto tokens = blockTokens(config);
+    const auto blocks = checkedSum({config.device_blocks, config.host_blocks});
+    const auto token_bytes =
+        checkedProduct({2 * layers, group.kv_heads, group.head_dim,
+                        static_cast<std::int64_t>(bytesPerElement(config.kv_format))});
+    if (!tokens || !blocks || !token_bytes || !checkedProduct({*blocks, *tokens, *token_bytes})) {
+        return invalid("device blocks and host blocks: the bytes of the pools are beyond 64 bits");
+    }
+    if (!checkedProduct({config.max_step_tokens, config.geometry.query_heads, group.head_dim, 4})) {
+        return invalid("max step tokens " + text(config.max_step_tokens) +
+                       ": the bytes of a step are beyond 64 bits");
+    }
+    return {};
+}
+
+Result<void> checkSizes(const CacheConfig& config) {
+    struct Count {
+        const char* name;
+        std::int64_t value;
+        std::int64_t least;
+        std::int64_t most;
+    };
+    constexpr std::int64_t most_ids = INT32_MAX;  // block ids and rows of a plan have 32 bits
+    for (const Count& count :
+         {Count{"device blocks", config.device_blocks, 1, most_ids},
+          Count{"host blocks", config.host_blocks, 0, most_ids},
+          Count{"max sequences", config.max_sequences, 1, most_ids},
+          Count{"max sequence length", config.max_sequence_length, 1, INT64_MAX},
+          Count{"max step tokens", config.max_step_tokens, 1, most_ids}}) {
+        const auto checked = checkCount(count.name, count.value, count.least, count.most);
+        if (!checked) return checked;
+    }
+    if (config.layout != PoolLayout::contiguous &&
+        (config.max_sequence_length - 1) / config.block_size >= most_ids) {
+        return invalid("max sequence length " + text(config.max_sequence_length) +
+                       ": more than 2147483647 blocks of " + text(config.block_size) + " tokens");
+    }
+    return checkOffsets(config);
+}
+
+}  // namespace
+
+Geometry Geometry::uniform(int layers, int query_heads, int kv_heads, int head_dim) {
+    Geometry geometry{.layers = layers, .query_heads = query_heads, .groups = {}};
+    LayerGroup group{.layers = {}, .kv_heads = kv_heads, .head_dim = head_dim, .window = 0};
+    group.layers.resize(static_cast<std::size_t>(std::max(layers, 0)));
+    std::iota(group.layers.begin(), group.layers.end(), 0);
+    geometry.groups.push_back(std::move(group));
+    return geometry;
+}
+
+Result<void> checkBlockSize(int block_size) {
+    const bool power_of_two = block_size > 0 && (block_size & (block_size - 1)) == 0;
+    if (power_of_two && block_size <= most_block_size) return {};
+    return invalid("block size " + text(block_size) + ": a power of two from 1 to " +
+                   text(most_block_size));
+}
+
+Result<void> checkLayerGroup(const LayerGroup& group) {
+    if (group.layers.empty()) return invalid("geometry: a layer group without layers");
+    auto checked = checkCount("KV heads", group.kv_heads, 1, most_count);
+    if (checked) checked = checkCount("head dim", group.head_dim, 1, most_count);
+    if (checked) checked = checkCount("window", group.window, 0);
+    return checked;
+}
+
+Result<void> checkGeometry(const Geometry& geometry) {
+    auto checked = checkCount("layers", geometry.layers, 1, most_count);
+    if (checked) checked = checkCount("query heads", geometry.query_heads, 1, most_count);
+    if (!checked) return checked;
+    if (geometry.groups.empty()) return invalid("geometry: no layer has KV");
+
+    std::vector<bool> seen(static_cast<std::size_t>(geometry.layers), false);
+    for (const LayerGroup& group : geometry.groups) {
+        checked = checkLayerGroup(group);
+        if (!checked) return checked;
+        if (geometry.query_heads % group.kv_heads != 0) {
+            return invalid("query heads " + text(geometry.query_heads) +
+                           " are not a multiple of the " + text(group.kv_heads) + " KV heads");
+        }
+        int previous = -1;
+        for (const int layer : group.layers) {
+            checked = checkCount("layer", layer, 0, geometry.layers - 1);
+            if (!checked) return checked;
+            if (layer <= previous || seen[static_cast<std::size_t>(layer)]) {
+                return invalid("geometry: layer " + text(layer) +
+                               " is out of order or in two groups");
+            }
+            seen[static_cast<std::size_t>(layer)] = true;
+            previous = layer;
+        }
+    }
+    return {};
+}
+
+Result<Grid> chooseGrid(const Geometry& geometry, int ranks, Grid requested) {
+    auto checked = checkGeometry(geometry);
+    if (checked) checked = checkCount("ranks", ranks, 1);
+    if (!checked) return tl::unexpected(checked.error());
+
+    if (requested == Grid{}) {
+        checked = checkHeads(geometry, ranks, "ranks");
+        if (!checked) return tl::unexpected(checked.error());
+        return Grid{.heads = ranks, .context = 1};
+    }
+    const std::string name = "grid " + text(requested.heads) + "x" + text(requested.context);
+    if (requested.heads < 1 || requested.context < 1) {
+        return invalid(name + ": both axes are at least 1");
+    }
+    if (requested.context > 1) {
+        return invalid(name + ": the context axis is 1 in this version");
+    }
+    if (requested.heads != ranks) {
+        return invalid(name + " has " + text(requested.heads) + " ranks, not " + text(ranks));
+    }
+    checked = checkHeads(geometry, requested.heads, name);
+    if (!checked) return tl::unexpected(checked.error());
+    return requested;
+}
+
+Result<void> validate(const CacheConfig& config) {
+    auto checked = checkGeometry(config.geometry);
+    if (checked) checked = checkDecodable(config.geometry);
+    if (!checked) return checked;
+    if (config.grid != Grid{}) {
+        const auto grid = chooseGrid(config.geometry, config.grid.heads, config.grid);
+        if (!grid) return tl::unexpected(grid.error());
+    }
+    checked = checkFormats(config);
+    if (checked) {
+        checked = checkRotary(config.rotary, config.geometry.groups.front().head_dim);
+    }
+    if (!checked) return checked;
+    if (!std::isfinite(config.softmax_scale) || config.softmax_scale < 0) {
+        return invalid("softmax scale " + std::to_string(config.softmax_scale) +
+                       ": above 0, or 0 for 1 / sqrt(head dim)");
+    }
+    if (config.layout != PoolLayout::contiguous) {
+        checked = checkBlockSize(config.block_size);
+        if (!checked) return checked;
+    }
+    return checkSizes(config);
+}
+
+}  // namespace kvgrid

@@ -1,0 +1,336 @@
+// One contract, run on every transport. A new one joins by a traits struct and a line in
+// Transports. To prove: dropping a chunk's offset in mpi_transport.cpp fails every MpiInPieces
+// test; sending a count of elements for bytes fails AllReduce; a missing guard of size zero fails
+// the sizes 0.
+#include "comm/transport.h"
+
+#include <algorithm>
+#include <chrono>
+#include <numeric>
+#include <thread>
+
+#include <gtest/gtest.h>
+
+#include "tests/comm/guarded_bytes.h"
+
+namespace kvgrid::comm {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::steady_clock;
+
+struct Mpi {
+    static constexpr std::size_t large_bytes = std::size_t{64} << 20;
+    static std::unique_ptr<Device> makeDevice() { return makeCpuDevice(1); }
+    static std::unique_ptr<Transport> makeTransport(Watchdog& watchdog) {
+        return makeMpiTransport(watchdog);
+    }
+};
+
+// The same with messages so short that nearly everything is split, and ends amid an element.
+struct MpiInPieces : Mpi {
+    static constexpr std::size_t large_bytes = 100'003;
+    static std::unique_ptr<Transport> makeTransport(Watchdog& watchdog) {
+        return makeMpiTransport(watchdog, 1'001);
+    }
+};
+
+template <typename Traits>
+class TransportTest : public testing::Test {
+protected:
+    static void SetUpTestSuite() {
+        watchdog_ = std::make_unique<Watchdog>(0, std::chrono::minutes(2));
+        device_ = Traits::makeDevice();
+        transport_ = Traits::makeTransport(*watchdog_);
+    }
+    static void TearDownTestSuite() {
+        transport_.reset();
+        device_.reset();
+        watchdog_.reset();
+    }
+
+    static int rank() { return transport_->rank(); }
+    static int size() { return transport_->size(); }
+    static std::size_t ranks() { return static_cast<std::size_t>(size()); }
+    static StreamView stream() { return device_->defaultStream(); }
+    // Of one rank's part when all parts together are at most large_bytes.
+    static std::vector<std::size_t> sizes() {
+        return {0, 1, 3, 256, 4097, Traits::large_bytes / ranks()};
+    }
+
+    static void checkAllGatherUneven(const std::vector<std::int64_t>& counts);
+    template <typename Count>
+    static void checkAllToAll(const Count& count);
+    template <typename T>
+    static void checkAllReduce();
+
+    static inline std::unique_ptr<Watchdog> watchdog_;
+    static inline std::unique_ptr<Device> device_;
+    static inline std::unique_ptr<Transport> transport_;
+};
+
+using Transports = testing::Types<Mpi, MpiInPieces>;
+TYPED_TEST_SUITE(TransportTest, Transports);
+
+std::vector<std::byte> patternOfAll(std::size_t bytes, int ranks) {
+    std::vector<std::byte> all;
+    for (int from = 0; from < ranks; ++from) {
+        const auto part = pattern(bytes, from);
+        all.insert(all.end(), part.begin(), part.end());
+    }
+    return all;
+}
+
+TYPED_TEST(TransportTest, BroadcastGivesEveryRankTheBytesOfEachRoot) {
+    for (const std::size_t bytes : this->sizes()) {
+        for (int root = 0; root < this->size(); ++root) {
+            const auto expected = pattern(bytes, root);
+            const GuardedBytes data(*this->device_, bytes);
+            if (this->rank() == root) data.upload(expected);
+            this->transport_->broadcast(data.span(), root, this->stream());
+            EXPECT_EQ(data.download(), expected) << bytes << " bytes, root " << root;
+            EXPECT_TRUE(data.guardsHold());
+        }
+    }
+}
+
+TYPED_TEST(TransportTest, AllGatherConcatenatesInRankOrder) {
+    for (const std::size_t bytes : this->sizes()) {
+        const auto mine = pattern(bytes, this->rank());
+        const GuardedBytes send(*this->device_, mine);
+        const GuardedBytes receive(*this->device_, bytes * this->ranks());
+        this->transport_->allGather(send.span(), receive.span(), this->stream());
+        EXPECT_EQ(receive.download(), patternOfAll(bytes, this->size())) << bytes << " bytes";
+        EXPECT_EQ(send.download(), mine);
+        EXPECT_TRUE(send.guardsHold() && receive.guardsHold());
+    }
+}
+
+TYPED_TEST(TransportTest, AllGatherMaySendFromItsPlace) {
+    for (const std::size_t bytes : this->sizes()) {
+        const GuardedBytes receive(*this->device_, bytes * this->ranks());
+        const std::size_t place = bytes * static_cast<std::size_t>(this->rank());
+        receive.upload(pattern(bytes, this->rank()), place);
+        this->transport_->allGather(receive.span().subspan(place, bytes), receive.span(),
+                                    this->stream());
+        EXPECT_EQ(receive.download(), patternOfAll(bytes, this->size())) << bytes << " bytes";
+        EXPECT_TRUE(receive.guardsHold());
+    }
+}
+
+template <typename Traits>
+void TransportTest<Traits>::checkAllGatherUneven(const std::vector<std::int64_t>& counts) {
+    std::vector<std::byte> expected;
+    for (int from = 0; from < size(); ++from) {
+        const auto part =
+            pattern(static_cast<std::size_t>(counts[static_cast<std::size_t>(from)]), from);
+        expected.insert(expected.end(), part.begin(), part.end());
+    }
+    const auto mine = static_cast<std::size_t>(counts[static_cast<std::size_t>(rank())]);
+    const GuardedBytes send(*device_, pattern(mine, rank()));
+    const GuardedBytes receive(*device_, expected.size());
+    transport_->allGatherUneven(send.span(), receive.span(), counts, stream());
+    EXPECT_EQ(receive.download(), expected);
+    EXPECT_TRUE(send.guardsHold() && receive.guardsHold());
+}
+
+TYPED_TEST(TransportTest, UnevenAllGatherTakesAnyCounts) {
+    const std::size_t ranks = this->ranks();
+    const auto large = static_cast<std::int64_t>(TypeParam::large_bytes / ranks);
+    std::vector<std::int64_t> counts(ranks, 0);
+    this->checkAllGatherUneven(counts);
+    for (std::size_t alone = 0; alone < ranks; ++alone) {
+        std::fill(counts.begin(), counts.end(), 0);
+        counts[alone] = 4097;
+        this->checkAllGatherUneven(counts);
+    }
+    for (std::size_t from = 0; from < ranks; ++from) {
+        counts[from] = static_cast<std::int64_t>(from % 3 == 1 ? 0 : 1 + from * 611);
+    }
+    this->checkAllGatherUneven(counts);
+    for (std::size_t from = 0; from < ranks; ++from) {
+        counts[from] = from % 2 == 0 ? large : 3;
+    }
+    this->checkAllGatherUneven(counts);
+}
+
+// count(from, to) bytes travel from one rank to another.
+template <typename Traits>
+template <typename Count>
+void TransportTest<Traits>::checkAllToAll(const Count& count) {
+    std::vector<std::int64_t> send_counts;
+    std::vector<std::int64_t> receive_counts;
+    std::vector<std::byte> mine;
+    std::vector<std::byte> expected;
+    for (int peer = 0; peer < size(); ++peer) {
+        send_counts.push_back(count(rank(), peer));
+        receive_counts.push_back(count(peer, rank()));
+        const auto to = pattern(static_cast<std::size_t>(send_counts.back()), rank(), peer);
+        const auto from = pattern(static_cast<std::size_t>(receive_counts.back()), peer, rank());
+        mine.insert(mine.end(), to.begin(), to.end());
+        expected.insert(expected.end(), from.begin(), from.end());
+    }
+    const GuardedBytes send(*device_, mine);
+    const GuardedBytes receive(*device_, expected.size());
+    transport_->allToAll(send.span(), send_counts, receive.span(), receive_counts, stream());
+    EXPECT_EQ(receive.download(), expected);
+    EXPECT_EQ(send.download(), mine);
+    EXPECT_TRUE(send.guardsHold() && receive.guardsHold());
+}
+
+TYPED_TEST(TransportTest, AllToAllTakesAnyCounts) {
+    const auto large = static_cast<std::int64_t>(TypeParam::large_bytes / this->ranks());
+    const int last = this->size() - 1;
+    for (const std::int64_t bytes : {0, 1, 3, 4097}) {
+        this->checkAllToAll([bytes](int, int) { return bytes; });
+    }
+    this->checkAllToAll([](int from, int to) -> std::int64_t {
+        return (from + 2 * to) % 3 == 0 ? 0 : 1 + from * 811 + to * 173;
+    });
+    this->checkAllToAll([](int from, int to) -> std::int64_t { return from == to ? 0 : 1002; });
+    // Everything from one rank to another.
+    this->checkAllToAll([large, last](int from, int to) -> std::int64_t {
+        return from == 0 && to == last ? large : 0;
+    });
+}
+
+template <typename T>
+T reduced(Reduction reduction, const std::vector<T>& values) {
+    switch (reduction) {
+    case Reduction::sum:
+        return std::accumulate(values.begin(), values.end(), T{});
+    case Reduction::minimum:
+        return *std::min_element(values.begin(), values.end());
+    case Reduction::maximum:
+        return *std::max_element(values.begin(), values.end());
+    }
+    return T{};
+}
+
+// Sums are exact in either type; of an int64 the bits that a double would lose matter.
+template <typename T>
+T reduceValue(std::size_t index, int rank) {
+    const auto mixed = static_cast<std::int64_t>((index + 1) * 7919 + std::size_t(rank) * 104729);
+    const std::int64_t small = mixed % 2001 - 1000;
+    if constexpr (std::is_same_v<T, std::int64_t>) return small * (std::int64_t{1} << 46) + rank;
+    return static_cast<T>(small);
+}
+
+template <typename Traits>
+template <typename T>
+void TransportTest<Traits>::checkAllReduce() {
+    for (const Reduction reduction : {Reduction::sum, Reduction::minimum, Reduction::maximum}) {
+        for (const std::size_t count : {std::size_t{0}, std::size_t{1}, std::size_t{3},
+                                        std::size_t{4097}, Traits::large_bytes / 16 / sizeof(T)}) {
+            std::vector<T> mine(count);
+            std::vector<T> expected(count);
+            std::vector<T> of_ranks(ranks());
+            for (std::size_t i = 0; i < count; ++i) {
+                for (int from = 0; from < size(); ++from) {
+                    of_ranks[static_cast<std::size_t>(from)] = reduceValue<T>(i, from);
+                }
+                mine[i] = reduceValue<T>(i, rank());
+                expected[i] = reduced(reduction, of_ranks);
+            }
+            const GuardedBytes values(*device_, std::as_bytes(std::span(mine)));
+            transport_->allReduce(values.as<T>(), reduction, stream());
+            const auto result = values.download();
+            EXPECT_TRUE(std::ranges::equal(result, std::as_bytes(std::span(expected))))
+                << count << " elements";
+            EXPECT_TRUE(values.guardsHold());
+        }
+    }
+}
+
+TYPED_TEST(TransportTest, AllReduceOfIntegers) {
+    this->template checkAllReduce<std::int64_t>();
+}
+
+TYPED_TEST(TransportTest, AllReduceOfFloats) {
+    this->template checkAllReduce<float>();
+}
+
+TYPED_TEST(TransportTest, NobodyLeavesABarrierBeforeTheLastHasCome) {
+    for (int late = 0; late < this->size(); ++late) {
+        this->transport_->barrier(this->stream());
+        if (this->rank() == late) std::this_thread::sleep_for(milliseconds(30));
+        // The ranks of this test share a host, and so its clock.
+        std::int64_t came = steady_clock::now().time_since_epoch().count();
+        this->transport_->barrier(this->stream());
+        const std::int64_t left = steady_clock::now().time_since_epoch().count();
+        this->transport_->allReduce(std::span(&came, 1), Reduction::maximum, this->stream());
+        EXPECT_GE(left, came);
+    }
+}
+
+TYPED_TEST(TransportTest, RanksAreNumbered) {
+    std::vector<std::int64_t> all(this->ranks());
+    const std::int64_t mine = this->rank();
+    this->transport_->allGather(std::as_bytes(std::span(&mine, 1)),
+                                std::as_writable_bytes(std::span(all)), this->stream());
+    std::vector<std::int64_t> expected(this->ranks());
+    std::iota(expected.begin(), expected.end(), 0);
+    EXPECT_EQ(all, expected);
+    EXPECT_FALSE(this->transport_->description().empty());
+}
+
+// Every rank makes the same mistake here, so that none is left waiting.
+TYPED_TEST(TransportTest, WrongSizesThrowBeforeAnythingIsSent) {
+    Transport& wrong = *this->transport_;
+    const std::size_t ranks = this->ranks();
+    const GuardedBytes send(*this->device_, 8);
+    const GuardedBytes receive(*this->device_, 8 * ranks + 1);
+    const std::vector<std::int64_t> eights(ranks, 8);
+    const std::vector<std::int64_t> too_few(ranks - 1, 8);
+    std::vector<std::int64_t> negative = eights;
+    negative[0] = -8;
+    const auto all = receive.span().first(8 * ranks);
+    const StreamView stream = this->stream();
+    EXPECT_THROW(wrong.broadcast(send.span(), this->size(), stream), Error);
+    EXPECT_THROW(wrong.broadcast(send.span(), -1, stream), Error);
+    EXPECT_THROW(wrong.allGather(send.span(), receive.span(), stream), Error);
+    EXPECT_THROW(wrong.allGatherUneven(send.span(), receive.span(), eights, stream), Error);
+    EXPECT_THROW(wrong.allGatherUneven(send.span().first(7), all, eights, stream), Error);
+    EXPECT_THROW(wrong.allGatherUneven(send.span(), all, too_few, stream), Error);
+    EXPECT_THROW(wrong.allToAll(send.span(), eights, receive.span(), eights, stream), Error);
+    EXPECT_THROW(wrong.allToAll(all, eights, all, too_few, stream), Error);
+    EXPECT_THROW(wrong.allToAll(all, negative, all, negative, stream), Error);
+}
+
+// 2^31 bytes and more, as they are: a count that was kept in an int would be negative.
+TEST(LargeMessages, TravelWhole) {
+    constexpr std::size_t part_bytes = (std::size_t{1} << 30) + 8;
+    Watchdog watchdog(0, std::chrono::minutes(2));
+    const auto transport = makeMpiTransport(watchdog);
+    const auto device = makeCpuDevice(1);
+    if (transport->size() != 2) GTEST_SKIP() << "runs on 2 ranks";
+    std::int64_t free_bytes = device->freeMemory();
+    transport->allReduce(std::span(&free_bytes, 1), Reduction::minimum, device->defaultStream());
+    if (free_bytes < std::int64_t{6} << 30) GTEST_SKIP() << "6 GiB of memory are not free";
+#ifdef __SANITIZE_ADDRESS__
+    GTEST_SKIP() << "too slow under AddressSanitizer";
+#endif
+
+    const GuardedBytes data(*device, 2 * part_bytes);
+    const std::size_t place = static_cast<std::size_t>(transport->rank()) * part_bytes;
+    const auto words = data.as<std::uint64_t>();
+    for (std::size_t i = place / 8; i < (place + part_bytes) / 8; ++i)
+        words[i] = i;
+    const auto firstWrongWord = [&] {
+        std::size_t i = 0;
+        while (i < words.size() && words[i] == i)
+            ++i;
+        return i;
+    };
+
+    transport->allGather(data.span().subspan(place, part_bytes), data.span(),
+                         device->defaultStream());
+    EXPECT_EQ(firstWrongWord(), words.size());
+    if (transport->rank() == 0) std::fill(words.begin(), words.end(), 0);
+    transport->broadcast(data.span(), 1, device->defaultStream());
+    EXPECT_EQ(firstWrongWord(), words.size());
+    EXPECT_TRUE(data.guardsHold());
+}
+
+}  // namespace
+}  // namespace kvgrid::comm

@@ -1,0 +1,139 @@
+// The oracle itself: values worked out by hand, and the scaling bands by another formula.
+#include "launch/oracle.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <numbers>
+
+namespace kvgrid::oracle {
+namespace {
+
+constexpr double infinity = std::numeric_limits<double>::infinity();
+
+TEST(OracleTest, AttentionOfTwoTokensByHand) {
+    // Scores 2 ln 3 / 2 = ln 3 and 0: weights 3/4 and 1/4.
+    const std::vector<double> q{std::log(3.0), 5.0};
+    const std::vector<double> k{2.0, 0.0, 0.0, 0.0};
+    const std::vector<double> v{1.0, 10.0, 5.0, -30.0};
+    const State state = attention(q, k, v, 0.5);
+    EXPECT_NEAR(state.out[0], 0.75 * 1 + 0.25 * 5, 1e-14);
+    EXPECT_NEAR(state.out[1], 0.75 * 10 - 0.25 * 30, 1e-14);
+    EXPECT_NEAR(state.lse, std::log(4.0), 1e-14);
+}
+
+TEST(OracleTest, OneTokenAndNone) {
+    const std::vector<double> q{1.0, 2.0};
+    const std::vector<double> k{3.0, -1.0};
+    const std::vector<double> v{0.25, 7.0};
+    const State one = attention(q, k, v, 2.0);
+    EXPECT_EQ(one.out, v);
+    EXPECT_EQ(one.lse, 2.0);
+    const State none = attention(q, {}, {}, 2.0);
+    EXPECT_EQ(none.out, (std::vector<double>{0.0, 0.0}));
+    EXPECT_EQ(none.lse, -infinity);
+}
+
+TEST(OracleTest, LargeScoresDoNotOverflow) {
+    const std::vector<double> q{1.0};
+    const std::vector<double> k{1e5, 1e5, -1e5};
+    const std::vector<double> v{1.0, 3.0, 1000.0};
+    const State state = attention(q, k, v, 1.0);
+    EXPECT_EQ(state.out[0], 2.0);
+    EXPECT_NEAR(state.lse, 1e5 + std::numbers::ln2, 1e-10);
+    const State negative = attention(q, std::vector<double>{-1e6, -1e6}, std::vector<double>{1.0, 3.0}, 1.0);
+    EXPECT_EQ(negative.out[0], 2.0);
+    EXPECT_NEAR(negative.lse, -1e6 + std::numbers::ln2, 1e-9);
+}
+
+TEST(OracleTest, RoundedByHand) {
+    EXPECT_EQ(rounded(1.0 + 0x1p-11, Format::fp16), 1.0);               // a tie, to even
+    EXPECT_EQ(rounded(1.0 + 3 * 0x1p-11, Format::fp16), 1.0 + 0x1p-9);  // a tie, to even
+    EXPECT_EQ(rounded(1.0 + 0x1.0001p-11, Format::fp16), 1.0 + 0x1p-10);
+    EXPECT_EQ(rounded(65519.0, Format::fp16), 65504.0);
+    EXPECT_EQ(rounded(65520.0, Format::fp16), infinity);
+    EXPECT_EQ(rounded(-1e300, Format::fp16), -infinity);
+    EXPECT_EQ(rounded(0x1p-24, Format::fp16), 0x1p-24);
+    EXPECT_EQ(rounded(0x1p-25, Format::fp16), 0.0);
+    EXPECT_EQ(rounded(0x1.8p-24, Format::fp16), 0x1p-23);
+    EXPECT_EQ(rounded(1.0 + 0x1p-8, Format::bf16), 1.0);
+    EXPECT_EQ(rounded(1.0 + 3 * 0x1p-8, Format::bf16), 1.0 + 0x1p-6);
+    EXPECT_EQ(rounded(std::numbers::pi, Format::bf16), 3.140625);
+    EXPECT_EQ(rounded(0.1, Format::fp32), static_cast<double>(0.1F));
+    EXPECT_EQ(rounded(0x1p-133, Format::bf16), 0x1p-133);
+    EXPECT_TRUE(std::signbit(rounded(-0.0, Format::bf16)));
+    EXPECT_TRUE(std::isnan(rounded(std::nan(""), Format::fp16)));
+    EXPECT_EQ(rounded(infinity, Format::bf16), infinity);
+}
+
+TEST(OracleTest, RotateByHand) {
+    // dim 2: one pair, frequency 1. Position 1 turns (1, 0) by one radian.
+    std::vector<float> head{1.0F, 0.0F, 9.0F};
+    rotate(head, 1, {.dim = 2});
+    EXPECT_EQ(head[0], static_cast<float>(std::cos(1.0)));
+    EXPECT_EQ(head[1], static_cast<float>(std::sin(1.0)));
+    EXPECT_EQ(head[2], 9.0F);  // beyond the rotated part
+    // dim 4, theta 10000: frequencies 1 and 1/100; element i pairs with i + 2.
+    head = {1.0F, 2.0F, 3.0F, 4.0F};
+    rotate(head, 50, {.dim = 4});
+    EXPECT_NEAR(head[0], 1 * std::cos(50.0) - 3 * std::sin(50.0), 1e-6);
+    EXPECT_NEAR(head[1], 2 * std::cos(0.5) - 4 * std::sin(0.5), 1e-6);
+    EXPECT_NEAR(head[2], 3 * std::cos(50.0) + 1 * std::sin(50.0), 1e-6);
+    EXPECT_NEAR(head[3], 4 * std::cos(0.5) + 2 * std::sin(0.5), 1e-6);
+    const std::vector<float> before = head;
+    rotate(head, 0, {.dim = 4});
+    EXPECT_EQ(head, before);
+    rotate(head, 77, {.dim = 0});
+    EXPECT_EQ(head, before);
+}
+
+// Turns (1, 0) of each pair at position 1 and reads the angle back.
+double angleOf(int pair, const Rotary& rotary) {
+    std::vector<float> head(static_cast<std::size_t>(rotary.dim), 0.0F);
+    head[static_cast<std::size_t>(pair)] = 1.0F;
+    rotate(head, 1, rotary);
+    return std::atan2(head[static_cast<std::size_t>(pair + rotary.dim / 2)], head[static_cast<std::size_t>(pair)]);
+}
+
+// Llama 3.1's bands: wavelengths below 8192 / 4 stay, above 8192 / 1 grow eightfold, and between them
+// the frequency is blended linearly in (turns within the original context), from 1 to 4 turns.
+TEST(OracleTest, Llama3ScalingBands) {
+    const Rotary plain{.dim = 128, .theta = 500000.0};
+    Rotary scaled = plain;
+    scaled.llama3 = true;
+    scaled.factor = 8.0;
+    int kept = 0;
+    int stretched = 0;
+    int blended = 0;
+    for (int pair = 0; pair < 64; ++pair) {
+        const double frequency = std::exp(-std::log(500000.0) * pair / 64.0);
+        const double turns = 8192.0 * frequency / (2.0 * std::numbers::pi);
+        const double share = std::min(1.0, std::max(0.0, (turns - 1.0) / 3.0));
+        const double expected = frequency * (share + (1.0 - share) / 8.0);
+        EXPECT_NEAR(angleOf(pair, scaled) / expected, 1.0, 1e-6) << "pair " << pair;
+        EXPECT_NEAR(angleOf(pair, plain) / frequency, 1.0, 1e-6) << "pair " << pair;
+        kept += share == 1.0 ? 1 : 0;
+        stretched += share == 0.0 ? 1 : 0;
+        blended += share > 0.0 && share < 1.0 ? 1 : 0;
+    }
+    // The model's known split: 29 pairs stay, 6 are blended, 29 grow.
+    EXPECT_EQ(kept, 29);
+    EXPECT_EQ(blended, 6);
+    EXPECT_EQ(stretched, 29);
+}
+
+TEST(OracleTest, RelativeError) {
+    const std::vector<double> reference{3.0, 4.0};
+    EXPECT_EQ(relativeError(std::vector<float>{3.0F, 4.0F}, reference), 0.0);
+    EXPECT_EQ(relativeError(std::vector<float>{3.0F, 4.5F}, reference), 0.1);
+    EXPECT_EQ(relativeError(std::vector<float>{0.0F, 0.0F}, reference), 1.0);
+    EXPECT_EQ(relativeError(std::vector<float>{0.0F, 0.0F}, std::vector<double>{0.0, 0.0}), 0.0);
+    EXPECT_EQ(relativeError(std::vector<float>{0.0F, 1e-30F}, std::vector<double>{0.0, 0.0}), infinity);
+    EXPECT_EQ(relativeError(std::vector<float>{3.0F, std::nanf("")}, reference), infinity);
+    EXPECT_EQ(relativeError(std::vector<float>{3.0F, INFINITY}, reference), infinity);
+    EXPECT_EQ(relativeError(std::vector<float>{3.0F}, reference), infinity);
+}
+
+}  // namespace
+}  // namespace kvgrid::oracle

@@ -1,0 +1,414 @@
+// A shard driven by a coordinator on one rank, without MPI: what is written, read, moved and
+// refused.
+#include "shard/shard.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "launch/oracle.h"
+#include "src/coordinator.h"
+
+namespace kvgrid {
+namespace {
+
+using testing::HasSubstr;
+
+struct RigShape {
+    PoolLayout layout = PoolLayout::block_major;
+    std::int64_t block_size = 16;
+    int layers = 2;
+    int kv_heads = 2;
+    int query_heads = 6;
+    int head_dim = 64;
+    int rotary_dim = 64;
+    int max_sequences = 4;
+    std::int64_t max_length = 600;
+    std::int64_t device_blocks = 200;
+    std::int64_t host_blocks = 0;
+};
+
+ShardConfig shardConfig(const RigShape& setup) {
+    ShardConfig config;
+    config.block = {.layers = setup.layers,
+                    .kv_heads = setup.kv_heads,
+                    .head_dim = setup.head_dim,
+                    .block_size = setup.block_size,
+                    .format = NumberFormat::bf16};
+    config.query_heads = setup.query_heads;
+    config.layout = setup.layout;
+    config.input_format = NumberFormat::fp32;
+    config.rotary.dim = setup.rotary_dim;
+    config.softmax_scale = 0.125F;
+    config.limits = {
+        .max_sequences = setup.max_sequences,
+        .max_sequence_length = setup.max_length,
+        .max_step_tokens = 1024,
+        .blocks_per_sequence = (setup.max_length + setup.block_size - 1) / setup.block_size,
+        .device_blocks = setup.device_blocks,
+        .host_blocks = setup.host_blocks};
+    return config;
+}
+
+// A value that depends on where it belongs alone, in about [-1.7, 1.7].
+float valueAt(int what, std::int64_t sequence, int layer, std::int64_t position, int head,
+              int element) {
+    std::uint64_t x = 0x9E3779B97F4A7C15ULL;
+    for (const std::int64_t part : {std::int64_t{what}, sequence, std::int64_t{layer}, position,
+                                    std::int64_t{head}, std::int64_t{element}}) {
+        x = (x ^ static_cast<std::uint64_t>(part)) * 0xBF58476D1CE4E5B9ULL;
+        x ^= x >> 31;
+    }
+    return static_cast<float>(static_cast<double>(x >> 40) / double{1 << 24} - 0.5) * 3.4F;
+}
+
+void poison(const Pool& pool) {
+    // 0xFFFF is a NaN in bf16 and fp16.
+    std::fill_n(pool.view().data, pool.bytes(), std::byte{0xFF});
+}
+
+// One rank's coordinator and shard, with data by (sequence key, position).
+class Rig {
+public:
+    explicit Rig(const RigShape& setup, int threads = 1)
+        : setup_(setup),
+          device_(makeCpuDevice(threads)),
+          coordinator_({.limits = shardConfig(setup).limits, .block_sizes = {setup.block_size}}),
+          shard_(Shard::create(*device_, shardConfig(setup)).value()) {
+        poison(shard_.devicePool());
+        poison(shard_.hostPool());
+    }
+
+    StepPlan begin(const Requests& requests) {
+        StepPlan plan =
+            StepPlan::decode(coordinator_.plan(requests.all()).encode(), shardConfig(setup_).limits)
+                .value();
+        EXPECT_TRUE(shard_.apply(plan, stream()));
+        return plan;
+    }
+
+    SequenceId allocate(std::int64_t max_length) {
+        return SequenceId{begin(Requests().allocate(max_length)).answers.front().sequence};
+    }
+
+    Result<void> append(int layer, bool with_q = true) {
+        std::vector<float> q = rows(0, layer, setup_.query_heads);
+        std::vector<float> k = rows(1, layer, setup_.kv_heads);
+        std::vector<float> v = rows(2, layer, setup_.kv_heads);
+        return shard_.append(layer, with_q ? q.data() : nullptr, k.data(), v.data(), stream());
+    }
+
+    Result<void> advance() {
+        std::vector<std::int64_t> tokens;
+        for (const Run& run : shard_.runs())
+            tokens.push_back(run.rows);
+        return advance(tokens);
+    }
+
+    Result<void> advance(const std::vector<std::int64_t>& tokens) {
+        if (Result<void> appended = shard_.checkAppended(tokens); !appended) return appended;
+        EXPECT_TRUE(coordinator_.advance(tokens));
+        shard_.commit(tokens);
+        return {};
+    }
+
+    // Runs a step of all layers; the outputs of all layers, one after the other.
+    std::vector<float> step(const Requests& requests, bool attend = true) {
+        begin(requests);
+        std::vector<float> outputs;
+        for (int layer = 0; layer < setup_.layers; ++layer) {
+            EXPECT_TRUE(append(layer));
+            if (!attend) continue;
+            EXPECT_TRUE(shard_.attend(layer, stream()));
+            outputs.insert(outputs.end(), shard_.states(),
+                           shard_.states() + shard_.rows() * setup_.query_heads * setup_.head_dim);
+        }
+        EXPECT_TRUE(advance());
+        return outputs;
+    }
+
+    // The inputs of the step: what 0: q, 1: k, 2: v. [rows, heads, head_dim]
+    std::vector<float> rows(int what, int layer, int heads) {
+        std::vector<float> values;
+        for (const Run& run : shard_.runs()) {
+            const auto sequence = static_cast<std::int64_t>(shard_.replica().sequenceOf(run.slot));
+            for (std::int64_t row = 0; row < run.rows; ++row) {
+                for (int head = 0; head < heads; ++head) {
+                    for (int element = 0; element < setup_.head_dim; ++element) {
+                        values.push_back(valueAt(what, sequence, layer, run.first_position + row,
+                                                 head, element));
+                    }
+                }
+            }
+        }
+        return values;
+    }
+
+    StreamView stream() { return device_->defaultStream(); }
+    Shard& shard() { return shard_; }
+    Coordinator& coordinator() { return coordinator_; }
+
+private:
+    RigShape setup_;
+    std::unique_ptr<Device> device_;
+    Coordinator coordinator_;
+    Shard shard_;
+};
+
+// The oracle's output of one query head at `position`, which sees itself and all before it.
+std::vector<double> expected(const RigShape& setup, SequenceId id, int layer, std::int64_t position,
+                             int head) {
+    const auto sequence = static_cast<std::int64_t>(id);
+    const oracle::Rotary rotary{.dim = setup.rotary_dim};
+    const auto headOf = [&](int what, std::int64_t at, int which) {
+        std::vector<float> values;
+        for (int element = 0; element < setup.head_dim; ++element) {
+            values.push_back(valueAt(what, sequence, layer, at, which, element));
+        }
+        if (what < 2) oracle::rotate(values, at, rotary);
+        return values;
+    };
+    const int kv_head = head / (setup.query_heads / setup.kv_heads);
+    std::vector<double> k, v;
+    for (std::int64_t at = 0; at <= position; ++at) {
+        for (const float x : headOf(1, at, kv_head))
+            k.push_back(oracle::rounded(x, oracle::Format::bf16));
+        for (const float x : headOf(2, at, kv_head))
+            v.push_back(oracle::rounded(x, oracle::Format::bf16));
+    }
+    const std::vector<float> q = headOf(0, position, head);
+    return oracle::attention(std::vector<double>(q.begin(), q.end()), k, v, 0.125).out;
+}
+
+struct Variant {
+    PoolLayout layout;
+    std::int64_t block_size;
+};
+
+const std::vector<Variant> variants{
+    {PoolLayout::block_major, 1}, {PoolLayout::block_major, 16}, {PoolLayout::block_major, 256},
+    {PoolLayout::layer_major, 8}, {PoolLayout::layer_major, 64}, {PoolLayout::contiguous, 768},
+};
+
+RigShape with(const Variant& variant) {
+    RigShape setup;
+    setup.layout = variant.layout;
+    setup.block_size = variant.block_size;
+    setup.device_blocks = variant.block_size == 768 ? 4 : 2400 / variant.block_size + 4;
+    return setup;
+}
+
+TEST(Shard, DecodesWithinTheBoundsOfTheOracleAmidPoison) {
+    for (const Variant& variant : variants) {
+        const RigShape setup = with(variant);
+        Rig rig(setup);
+        const SequenceId a = rig.allocate(600);
+        const SequenceId b = rig.allocate(40);
+        rig.step(Requests().run(a, 530).run(b, 3), false);
+        const std::vector<float> out = rig.step(Requests().run(b, 2).run(a, 1));
+        for (int layer = 0; layer < setup.layers; ++layer) {
+            for (int row = 0; row < 3; ++row) {
+                for (int head = 0; head < setup.query_heads; ++head) {
+                    const std::size_t at = static_cast<std::size_t>(
+                        ((layer * 3 + row) * setup.query_heads + head) * setup.head_dim);
+                    const std::vector<double> reference =
+                        row < 2 ? expected(setup, b, layer, 3 + row, head)
+                                : expected(setup, a, layer, 530, head);
+                    EXPECT_LE(oracle::relativeError(std::span(out).subspan(at, 64), reference),
+                              1e-5)
+                        << "block size " << variant.block_size << " row " << row;
+                }
+            }
+        }
+    }
+}
+
+TEST(Shard, BitsDoNotDependOnLayoutBlockSizeChunksThreadsOrCompany) {
+    std::vector<float> first;
+    for (const Variant& variant : variants) {
+        for (const int threads : {1, 3}) {
+            Rig rig(with(variant), threads);
+            const SequenceId a = rig.allocate(600);
+            // Alone on the first rig, among others and in chunks on the rest.
+            if (first.empty()) {
+                rig.step(Requests().run(a, 599), false);
+                first = rig.step(Requests().run(a, 1));
+                continue;
+            }
+            const SequenceId b = rig.allocate(300);
+            rig.step(Requests().run(a, 255).run(b, 100), false);
+            rig.step(Requests().run(b, 1).run(a, 344), false);
+            const std::vector<float> both = rig.step(Requests().run(a, 1).run(b, 1));
+            const std::size_t row = 6 * 64;
+            const std::vector<float> layer0(both.begin(), both.begin() + row);
+            const std::vector<float> layer1(both.begin() + 2 * row, both.begin() + 3 * row);
+            EXPECT_EQ(layer0, std::vector<float>(first.begin(), first.begin() + row))
+                << variant.block_size;
+            EXPECT_EQ(layer1, std::vector<float>(first.begin() + row, first.end()))
+                << variant.block_size;
+        }
+    }
+}
+
+// Each turn runs one of three sequences with room for little more than one on the device.
+std::vector<std::vector<float>> inTurns(const RigShape& setup) {
+    Rig rig(setup);
+    std::vector<SequenceId> ids;
+    for (int i = 0; i < 3; ++i) {
+        ids.push_back(rig.allocate(200));
+        rig.step(Requests().run(ids.back(), 150), false);
+    }
+    std::vector<std::vector<float>> outputs;
+    for (int turn = 0; turn < 12; ++turn) {
+        outputs.push_back(
+            rig.step(Requests().run(ids[static_cast<std::size_t>(turn % 3)], 1 + turn % 2)));
+        EXPECT_TRUE(rig.coordinator().checkInvariants());
+    }
+    if (setup.host_blocks > 0) {
+        EXPECT_GT(rig.coordinator().restoredBlocks(), 50);
+    }
+    return outputs;
+}
+
+TEST(Shard, OffloadedAndRestoredBlocksGiveTheSameBits) {
+    for (const PoolLayout layout : {PoolLayout::block_major, PoolLayout::layer_major}) {
+        RigShape roomy;
+        roomy.layout = layout;
+        const std::vector<std::vector<float>> reference = inTurns(roomy);
+        RigShape tight = roomy;
+        tight.device_blocks = 13;
+        tight.host_blocks = 21;  // barely: copies must take turns within a step
+        EXPECT_EQ(inTurns(tight), reference);
+    }
+}
+
+TEST(Shard, GathersWhatWasAppendedAndRefusesBlocksInHostMemory) {
+    RigShape setup;
+    setup.device_blocks = 13;
+    setup.host_blocks = 30;
+    setup.rotary_dim = 0;
+    Rig rig(setup);
+    const SequenceId a = rig.allocate(200);
+    rig.step(Requests().run(a, 150), false);
+    std::vector<std::uint16_t> k(150 * 2 * 64, 0xFFFF), v(k);
+    ASSERT_TRUE(rig.shard().gather(a, 1, k.data(), v.data(), rig.stream()));
+    for (std::int64_t at = 0; at < 150; ++at) {
+        for (int head = 0; head < 2; ++head) {
+            for (int element = 0; element < 64; ++element) {
+                const auto index = static_cast<std::size_t>((at * 2 + head) * 64 + element);
+                const auto bits = static_cast<std::uint32_t>(v[index]) << 16;
+                EXPECT_EQ(
+                    std::bit_cast<float>(bits),
+                    oracle::rounded(valueAt(2, static_cast<std::int64_t>(a), 1, at, head, element),
+                                    oracle::Format::bf16));
+            }
+        }
+    }
+    const SequenceId b = rig.allocate(200);
+    rig.step(Requests().run(b, 150), false);
+    const Result<void> gathered = rig.shard().gather(a, 1, k.data(), v.data(), rig.stream());
+    ASSERT_FALSE(gathered);
+    EXPECT_EQ(gathered.error().code, ErrorCode::does_not_fit);
+}
+
+TEST(Shard, NamesWhatIsMisused) {
+    RigShape setup;
+    Rig rig(setup);
+    const SequenceId a = rig.allocate(100);
+    rig.begin(Requests().run(a, 2));
+    std::vector<float> values(2 * 6 * 64);
+
+    Result<void> result = rig.shard().attend(0, rig.stream());
+    ASSERT_FALSE(result);
+    EXPECT_THAT(result.error().message, HasSubstr("before its q was appended"));
+    result = rig.shard().append(0, values.data(), nullptr, values.data(), rig.stream());
+    ASSERT_FALSE(result);
+    EXPECT_THAT(result.error().message, HasSubstr("k is null"));
+    result = rig.shard().append(0, values.data(), values.data(), nullptr, rig.stream());
+    ASSERT_FALSE(result);
+    EXPECT_THAT(result.error().message, HasSubstr("v is null"));
+    for (const int layer : {-1, 2}) {
+        result =
+            rig.shard().append(layer, values.data(), values.data(), values.data(), rig.stream());
+        ASSERT_FALSE(result);
+        EXPECT_THAT(result.error().message, HasSubstr("layer " + std::to_string(layer)));
+    }
+    ASSERT_TRUE(rig.append(0, false));  // no q
+    EXPECT_FALSE(rig.shard().attend(0, rig.stream()));
+    result = rig.advance();
+    ASSERT_FALSE(result);
+    EXPECT_THAT(result.error().message, HasSubstr("layer 1 has appended 0"));
+    ASSERT_TRUE(rig.append(1));
+    EXPECT_TRUE(rig.advance());
+    result = rig.shard().gather(SequenceId{77}, 0, values.data(), values.data(), rig.stream());
+    ASSERT_FALSE(result);
+    EXPECT_THAT(result.error().message, HasSubstr("sequence 77 is unknown"));
+}
+
+TEST(Shard, ARepeatedAppendInAnyLayerOrderChangesNothing) {
+    RigShape setup;
+    Rig once(setup), often(setup);
+    const SequenceId a = once.allocate(100);
+    ASSERT_EQ(often.allocate(100), a);
+    once.step(Requests().run(a, 70), false);
+    often.begin(Requests().run(a, 70));
+    for (const int layer : {1, 0, 1, 1, 0})
+        EXPECT_TRUE(often.append(layer));
+    often.begin(Requests().run(a, 70));  // the step is dropped and begun again
+    EXPECT_TRUE(often.append(0));
+    EXPECT_TRUE(often.advance());
+    EXPECT_EQ(once.step(Requests().run(a, 1)), often.step(Requests().run(a, 1)));
+}
+
+TEST(Shard, RejectedTokensAreForgotten) {
+    RigShape setup;
+    Rig plain(setup), speculative(setup);
+    const SequenceId a = plain.allocate(100);
+    ASSERT_EQ(speculative.allocate(100), a);
+    plain.step(Requests().run(a, 40), false);
+    speculative.step(Requests().run(a, 37), false);
+    speculative.begin(Requests().run(a, 8));
+    EXPECT_TRUE(speculative.append(0));
+    EXPECT_TRUE(speculative.append(1));
+    EXPECT_TRUE(speculative.advance({3}));
+
+    // What was appended beyond the accepted tokens does not count for the next step.
+    speculative.begin(Requests().run(a, 2));
+    EXPECT_FALSE(speculative.advance());
+    EXPECT_EQ(speculative.step(Requests().run(a, 1)), plain.step(Requests().run(a, 1)));
+}
+
+TEST(Shard, AReleasedSlotStartsAnew) {
+    RigShape setup;
+    Rig rig(setup);
+    const SequenceId a = rig.allocate(100);
+    rig.step(Requests().run(a, 64), false);
+    rig.begin(Requests().release(a));
+    const SequenceId b = rig.allocate(100);
+    EXPECT_NE(a, b);
+    rig.begin(Requests().run(b, 1));
+    EXPECT_FALSE(rig.advance());  // the slot's last owner had appended
+    std::uint16_t nothing = 0;
+    EXPECT_FALSE(rig.shard().gather(a, 0, &nothing, &nothing, rig.stream()));
+    EXPECT_TRUE(rig.shard().gather(b, 0, nullptr, nullptr, rig.stream()));  // no tokens yet
+}
+
+TEST(Shard, APoolThatCannotBeHadIsNamedInBytes) {
+    RigShape setup;
+    setup.device_blocks = std::int64_t{1} << 40;
+    const std::unique_ptr<Device> device = makeCpuDevice(1);
+    const Result<Shard> shard = Shard::create(*device, shardConfig(setup));
+    ASSERT_FALSE(shard);
+    EXPECT_EQ(shard.error().code, ErrorCode::does_not_fit);
+    EXPECT_THAT(shard.error().message, HasSubstr("bytes"));
+}
+
+}  // namespace
+}  // namespace kvgrid

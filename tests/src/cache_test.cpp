@@ -1,0 +1,366 @@
+// The whole path on 1, 2 and 4 ranks: the same calls on every rank, outputs held against the
+// oracle, and the misuse that the public interface answers.
+#include <kvgrid/cache.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <xxhash.h>
+
+#include "launch/oracle.h"
+
+namespace kvgrid {
+namespace {
+
+using testing::HasSubstr;
+
+constexpr int query_heads = 8;
+constexpr int kv_heads = 4;
+constexpr int head_dim = 64;
+
+CacheConfig smallConfig() {
+    CacheConfig config;
+    config.geometry = Geometry::uniform(1, query_heads, kv_heads, head_dim);
+    config.input_format = NumberFormat::fp32;
+    config.rotary.dim = head_dim;
+    config.block_size = 16;
+    config.device_blocks = 256;
+    config.max_sequences = 8;
+    config.max_sequence_length = 1024;
+    config.max_step_tokens = 1024;
+    return config;
+}
+
+float valueAt(int what, SequenceId sequence, std::int64_t position, int head, int element) {
+    const std::int64_t key[] = {what, static_cast<std::int64_t>(sequence), position, head, element};
+    return static_cast<float>(
+               static_cast<double>(XXH3_64bits(key, sizeof(key)) >> 40) / double{1 << 24} - 0.5) *
+           3.4F;
+}
+
+// Inputs of a rank's heads [first, first + heads) for the rows of a step.
+std::vector<float> inputs(const Step& step, int what, int first, int heads) {
+    std::vector<float> values;
+    values.reserve(step.rows().size() * static_cast<std::size_t>(heads) * head_dim);
+    for (const TokenRow& row : step.rows()) {
+        for (int head = first; head < first + heads; ++head) {
+            for (int element = 0; element < head_dim; ++element) {
+                values.push_back(valueAt(what, row.sequence, row.position, head, element));
+            }
+        }
+    }
+    return values;
+}
+
+class CacheTest : public testing::Test {
+protected:
+    static void SetUpTestSuite() {
+        ProcessOptions options;
+        options.device = DeviceKind::cpu;
+        process = new Process(Process::start(options).value());
+    }
+    static void TearDownTestSuite() {
+        delete process;
+        process = nullptr;
+    }
+
+    static Cache make(const CacheConfig& config) { return Cache::create(*process, config).value(); }
+
+    static SequenceId allocate(Cache& cache, std::int64_t max_length, int priority = 0) {
+        const Step step = cache.begin(Requests().allocate(max_length, priority)).value();
+        EXPECT_EQ(step.answers().front().status, Answer::Status::done)
+            << step.answers().front().why;
+        return step.answers().front().sequence;
+    }
+
+    static Result<void> append(Cache& cache, const Step& step, int layer = 0) {
+        const CacheHeads heads = cache.heads();
+        const std::vector<float> q = inputs(step, 0, heads.first_query_head, heads.query_heads);
+        const std::vector<float> k = inputs(step, 1, heads.first_kv_head, heads.kv_heads);
+        const std::vector<float> v = inputs(step, 2, heads.first_kv_head, heads.kv_heads);
+        return cache.append(step, layer, q.data(), k.data(), v.data());
+    }
+
+    static std::vector<float> attend(Cache& cache, const Step& step,
+                                     Output output = Output::gathered) {
+        const int heads = output == Output::gathered ? query_heads : cache.heads().query_heads;
+        std::vector<float> out(step.rows().size() * static_cast<std::size_t>(heads) * head_dim,
+                               std::numeric_limits<float>::quiet_NaN());
+        EXPECT_TRUE(cache.attend(step, 0, out.data(), output));
+        return out;
+    }
+
+    // One step of requests that are all answered done.
+    static std::vector<float> run(Cache& cache, const Requests& requests, bool attended = true) {
+        const Step step = cache.begin(requests).value();
+        for (const Answer& answer : step.answers())
+            EXPECT_EQ(answer.status, Answer::Status::done) << answer.why;
+        EXPECT_TRUE(append(cache, step));
+        std::vector<float> out = attended ? attend(cache, step) : std::vector<float>();
+        EXPECT_TRUE(cache.advance(step));
+        return out;
+    }
+
+    static inline Process* process = nullptr;
+};
+
+std::vector<double> expected(SequenceId sequence, std::int64_t position, int head) {
+    const oracle::Rotary rotary{.dim = head_dim};
+    const auto headOf = [&](int what, std::int64_t at, int which) {
+        std::vector<float> values;
+        for (int element = 0; element < head_dim; ++element) {
+            values.push_back(valueAt(what, sequence, at, which, element));
+        }
+        if (what < 2) oracle::rotate(values, at, rotary);
+        return values;
+    };
+    const int kv_head = head / (query_heads / kv_heads);
+    std::vector<double> k, v;
+    for (std::int64_t at = 0; at <= position; ++at) {
+        for (const float x : headOf(1, at, kv_head))
+            k.push_back(oracle::rounded(x, oracle::Format::bf16));
+        for (const float x : headOf(2, at, kv_head))
+            v.push_back(oracle::rounded(x, oracle::Format::bf16));
+    }
+    const std::vector<float> q = headOf(0, position, head);
+    return oracle::attention(std::vector<double>(q.begin(), q.end()), k, v, 0.125).out;
+}
+
+TEST_F(CacheTest, EveryRankHasAllHeadsOfTheAnswer) {
+    Cache cache = make(smallConfig());
+    const SequenceId a = allocate(cache, 700);
+    const SequenceId b = allocate(cache, 8);
+    run(cache, Requests().run(a, 600), false);
+    const std::vector<float> out = run(cache, Requests().run(b, 1).run(a, 2));  // b: a length of 1
+    const std::pair<SequenceId, std::int64_t> rows[] = {{b, 0}, {a, 600}, {a, 601}};
+    for (std::size_t row = 0; row < 3; ++row) {
+        for (int head = 0; head < query_heads; ++head) {
+            const auto at = (row * query_heads + static_cast<std::size_t>(head)) * head_dim;
+            EXPECT_LE(oracle::relativeError(std::span(out).subspan(at, head_dim),
+                                            expected(rows[row].first, rows[row].second, head)),
+                      1e-5)
+                << "row " << row << " head " << head;
+        }
+    }
+    EXPECT_EQ(cache.length(a), 602);
+}
+
+TEST_F(CacheTest, ShardedOutputIsThisRanksPartOfTheGathered) {
+    Cache cache = make(smallConfig());
+    const SequenceId a = allocate(cache, 100);
+    const Step step = cache.begin(Requests().run(a, 50)).value();
+    ASSERT_TRUE(append(cache, step));
+    const std::vector<float> all = attend(cache, step);
+    const std::vector<float> mine = attend(cache, step, Output::sharded);
+    const CacheHeads heads = cache.heads();
+    const auto width = static_cast<std::size_t>(heads.query_heads) * head_dim;
+    for (std::size_t row = 0; row < 50; ++row) {
+        const auto at =
+            (row * query_heads + static_cast<std::size_t>(heads.first_query_head)) * head_dim;
+        EXPECT_TRUE(std::equal(mine.begin() + static_cast<std::ptrdiff_t>(row * width),
+                               mine.begin() + static_cast<std::ptrdiff_t>((row + 1) * width),
+                               all.begin() + static_cast<std::ptrdiff_t>(at)));
+    }
+}
+
+// The working set is 64 sequences x 33 blocks; the device holds a quarter of it.
+std::uint64_t digestOfTurns(Process& process, std::int64_t device_blocks, std::int64_t host_blocks,
+                            CacheStats& stats) {
+    CacheConfig config = smallConfig();
+    config.device_blocks = device_blocks;
+    config.host_blocks = host_blocks;
+    config.max_sequences = 64;
+    config.max_step_tokens = 8 * 512;
+    Cache cache = Cache::create(process, config).value();
+    std::vector<SequenceId> sequences;
+    for (int i = 0; i < 64; ++i) {
+        sequences.push_back(
+            cache.begin(Requests().allocate(528)).value().answers().front().sequence);
+    }
+    XXH3_state_t* digest = XXH3_createState();
+    XXH3_64bits_reset(digest);
+    const auto turn = [&](int round, std::int64_t tokens, bool attended) {
+        Requests requests;
+        for (int i = 0; i < 8; ++i)
+            requests.run(sequences[static_cast<std::size_t>((round % 8) * 8 + i)], tokens);
+        const Step step = cache.begin(requests).value();
+        for (const Answer& answer : step.answers())
+            EXPECT_EQ(answer.status, Answer::Status::done) << answer.why;
+        const CacheHeads heads = cache.heads();
+        const std::vector<float> q = inputs(step, 0, heads.first_query_head, heads.query_heads);
+        const std::vector<float> k = inputs(step, 1, heads.first_kv_head, heads.kv_heads);
+        const std::vector<float> v = inputs(step, 2, heads.first_kv_head, heads.kv_heads);
+        EXPECT_TRUE(cache.append(step, 0, q.data(), k.data(), v.data()));
+        if (attended) {
+            std::vector<float> out(step.rows().size() * query_heads * head_dim);
+            EXPECT_TRUE(cache.attend(step, 0, out.data(), Output::gathered));
+            XXH3_64bits_update(digest, out.data(), out.size() * sizeof(float));
+        }
+        EXPECT_TRUE(cache.advance(step));
+    };
+    for (int round = 0; round < 8; ++round)
+        turn(round, 512, false);
+    for (int round = 0; round < 48; ++round)
+        turn(round, 1, true);
+    stats = cache.stats();
+    const std::uint64_t value = XXH3_64bits_digest(digest);
+    XXH3_freeState(digest);
+    return value;
+}
+
+TEST_F(CacheTest, TenThousandEvictionsChangeNoBit) {
+    CacheStats roomy, tight;
+    const std::uint64_t reference = digestOfTurns(*process, 64 * 33, 0, roomy);
+    EXPECT_EQ(digestOfTurns(*process, 64 * 33 / 4, 64 * 33, tight), reference);
+    EXPECT_EQ(roomy.offloaded_blocks, 0);
+    EXPECT_GE(tight.offloaded_blocks, 10'000);
+    EXPECT_GE(tight.restored_blocks, 10'000);
+    EXPECT_GE(tight.distinct_offloaded_blocks, 1'000);
+    EXPECT_EQ(tight.device_blocks, 64 * 33 / 4);
+}
+
+TEST_F(CacheTest, ThePoolIsTheLeastOverRanks) {
+    CacheConfig config = smallConfig();
+    config.device_blocks = 40 + 10 * process->rank();
+    Cache cache = make(config);
+    EXPECT_EQ(cache.config().device_blocks, 40);
+    EXPECT_EQ(cache.stats().device_blocks, 40);
+    const SequenceId a = allocate(cache, 640);
+    run(cache, Requests().run(a, 640), false);
+    const SequenceId b = allocate(cache, 16);
+    const Step step = cache.begin(Requests().run(b, 1)).value();
+    EXPECT_EQ(step.answers().front().status, Answer::Status::wait);
+    EXPECT_THAT(step.answers().front().why, HasSubstr("block"));
+    EXPECT_TRUE(step.rows().empty());
+}
+
+TEST_F(CacheTest, MisuseIsAnsweredByName) {
+    Cache cache = make(smallConfig());
+    const SequenceId a = allocate(cache, 20);
+    Step step = cache
+                    .begin(Requests()
+                               .run(SequenceId{999}, 1)
+                               .release(SequenceId{998})
+                               .run(a, 21)
+                               .run(a, -1)
+                               .allocate(-5)
+                               .allocate(std::int64_t{1} << 40))
+                    .value();
+    ASSERT_EQ(step.answers().size(), 6U);
+    for (const Answer& answer : step.answers()) {
+        EXPECT_EQ(answer.status, Answer::Status::never);
+        EXPECT_FALSE(answer.why.empty());
+    }
+    EXPECT_THAT(step.answers()[0].why, HasSubstr("999"));
+    EXPECT_THAT(step.answers()[2].why, HasSubstr("20"));
+
+    step = cache.begin(Requests().run(a, 20)).value();
+    const std::vector<float> values(20 * query_heads * head_dim);
+    EXPECT_THAT(cache.append(step, 0, values.data(), nullptr, values.data()).error().message,
+                HasSubstr("k is null"));
+    EXPECT_THAT(cache.append(step, 1, values.data(), values.data(), values.data()).error().message,
+                HasSubstr("layer 1"));
+    EXPECT_THAT(cache.attend(step, 0, nullptr, Output::gathered).error().message,
+                HasSubstr("out is null"));
+    EXPECT_THAT(cache.advance(step).error().message, HasSubstr("has appended 0"));
+    ASSERT_TRUE(append(cache, step));
+    ASSERT_TRUE(cache.advance(step));
+    EXPECT_THAT(cache.advance(step).error().message, HasSubstr("advanced already"));
+    EXPECT_FALSE(append(cache, step));
+
+    const Step full = cache.begin(Requests().run(a, 1).release(a).release(a)).value();
+    EXPECT_EQ(full.answers()[0].status, Answer::Status::never);  // append past max_length
+    EXPECT_EQ(full.answers()[1].status, Answer::Status::done);
+    EXPECT_EQ(full.answers()[2].status, Answer::Status::never);  // double release
+    EXPECT_THAT(cache.append(step, 0, nullptr, values.data(), values.data()).error().message,
+                HasSubstr("newest"));
+    EXPECT_FALSE(cache.length(a));
+    const std::int64_t one[] = {1};
+    if (process->rank() == 0) {
+        EXPECT_THAT(cache.advance(full, one).error().message, HasSubstr("accepted"));
+    }
+}
+
+TEST_F(CacheTest, ConfigurationsAreRefusedByNameOnEveryRank) {
+    const auto refused = [&](auto change, const std::string& name) {
+        CacheConfig config = smallConfig();
+        change(config);
+        const Result<Cache> cache = Cache::create(*process, config);
+        ASSERT_FALSE(cache) << name;
+        EXPECT_EQ(cache.error().code, ErrorCode::invalid_argument);
+        EXPECT_THAT(cache.error().message, HasSubstr(name));
+    };
+    for (const int size : {0, 3, 512, -1}) {
+        refused([size](CacheConfig& config) { config.block_size = size; },
+                "block size " + std::to_string(size));
+    }
+    refused([](CacheConfig& config) { config.geometry = Geometry::uniform(1, 8, 4, 72); },
+            "head dim 72");
+    refused([](CacheConfig& config) { config.geometry = Geometry::uniform(1, 7, 4, 64); },
+            "query heads 7");
+    refused([](CacheConfig& config) { config.kv_format = NumberFormat::int8; }, "KV format int8");
+    refused([](CacheConfig& config) { config.geometry.groups.front().window = 128; }, "window");
+    refused([](CacheConfig& config) { config.max_sequences = -1; }, "max sequences");
+    refused([](CacheConfig& config) { config.device_blocks = -1; }, "device blocks");
+    refused([](CacheConfig& config) { config.grid = {.heads = 1, .context = process->size() + 1}; },
+            "grid");
+    if (process->size() > 1) {
+        refused([](CacheConfig& config) { config.max_step_tokens += process->rank(); },
+                "differs between ranks");
+        refused([](CacheConfig& config) { config.block_size = process->rank() == 1 ? 3 : 16; },
+                "rank 1");
+        refused([](CacheConfig& config) { config.geometry = Geometry::uniform(1, 3, 1, 64); },
+                "KV heads");
+    }
+}
+
+TEST_F(CacheTest, ACacheThatDoesNotFitSaysSoOnEveryRank) {
+    CacheConfig config = smallConfig();
+    config.device_blocks = std::numeric_limits<std::int32_t>::max() - process->rank();
+    const Result<Cache> cache = Cache::create(*process, config);
+    ASSERT_FALSE(cache);
+    EXPECT_EQ(cache.error().code, ErrorCode::does_not_fit);
+}
+
+TEST_F(CacheTest, AcceptedTokensOfRankZeroCountEverywhere) {
+    Cache plain = make(smallConfig());
+    Cache speculative = make(smallConfig());
+    const SequenceId a = allocate(plain, 100);
+    ASSERT_EQ(allocate(speculative, 100), a);
+    run(plain, Requests().run(a, 53), false);
+    run(speculative, Requests().run(a, 50), false);
+    const Step draft = speculative.begin(Requests().run(a, 6)).value();
+    ASSERT_TRUE(append(speculative, draft));
+    const std::int64_t accepted[] = {process->rank() == 0 ? 3 : 5};
+    ASSERT_TRUE(speculative.advance(draft, accepted));
+    const std::vector<float> reference = run(plain, Requests().run(a, 1));
+    EXPECT_EQ(run(speculative, Requests().run(a, 1)), reference);
+    EXPECT_EQ(speculative.length(a), 54);
+}
+
+TEST_F(CacheTest, PausedSequencesMakeRoomAndComeBack) {
+    CacheConfig config = smallConfig();
+    config.device_blocks = 20;
+    config.host_blocks = 20;
+    Cache cache = make(config);
+    Cache roomy = make(smallConfig());
+    const SequenceId a = allocate(cache, 200);
+    const SequenceId b = allocate(cache, 200);
+    ASSERT_EQ(allocate(roomy, 200), a);
+    run(cache, Requests().run(a, 160), false);
+    run(roomy, Requests().run(a, 160), false);
+    run(cache, Requests().pause(a).run(b, 180), false);
+    Step step = cache.begin(Requests().run(a, 1)).value();
+    EXPECT_EQ(step.answers().front().status, Answer::Status::never);
+    EXPECT_THAT(step.answers().front().why, HasSubstr("paused"));
+    EXPECT_EQ(run(cache, Requests().resume(a).run(a, 1)), run(roomy, Requests().run(a, 1)));
+    EXPECT_GT(cache.stats().restored_blocks, 0);
+}
+
+}  // namespace
+}  // namespace kvgrid
