@@ -6,9 +6,12 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <random>
 #include <vector>
+
+#include <kvgrid/error.h>
 
 #include "kernels/cpu/convert.h"
 #include "launch/oracle.h"
