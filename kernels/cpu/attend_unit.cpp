@@ -54,7 +54,9 @@ private:
     float* slotOut(int slot) const {
         return scratch_.out + static_cast<std::ptrdiff_t>(slot) * query_rows_ * params_.head_dim;
     }
-    float* slotLse(int slot) const { return scratch_.lse + slot * max_unit_rows; }
+    float* slotLse(int slot) const {
+        return scratch_.lse + slot * max_unit_rows;
+    }
 
     void stageQueries() {
         for (int r = 0; r < unit_.rows; ++r) {
@@ -145,7 +147,8 @@ private:
 
     void listRows(const StripeTokens& current, const StripeTokens& next) {
         const std::byte** row = std::copy_n(current.keys, current.count, scratch_.rows);
-        for (int t = 0; t < current.count; ++t) *row++ = current.keys[t] + pool_.value_offset;
+        for (int t = 0; t < current.count; ++t)
+            *row++ = current.keys[t] + pool_.value_offset;
         constexpr int behind = AttendScratch::most_ahead + AttendScratch::padding;
         const int known = std::min(behind, next.count);
         row = std::copy_n(next.keys, known, row);
@@ -185,7 +188,8 @@ private:
         int lane = static_cast<int>(stripe % lane_count);
         do {
             int bit = lane_count / 2;
-            for (; bit >= unit_.lane_stride && (lane & bit) != 0; bit /= 2) lane ^= bit;
+            for (; bit >= unit_.lane_stride && (lane & bit) != 0; bit /= 2)
+                lane ^= bit;
             if (bit < unit_.lane_stride) return no_stripe;
             lane |= bit;
         } while (lane > last_stripe);

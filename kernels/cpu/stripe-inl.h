@@ -29,6 +29,7 @@ namespace kvgrid::cpu::HWY_NAMESPACE {
 // The order in which head_dim stored numbers lie in vectors: chunks of two vectors as StoredVectors
 // loads them, then, if there is room for only one more, one in plain order.
 inline constexpr int chunk_size = 2 * vector_lanes;
+inline constexpr bool has_odd_vector = head_dim_unit % chunk_size != 0;
 
 template <NumberFormat format>
 HWY_INLINE void toVectorOrder(const float* HWY_RESTRICT from, int head_dim,
@@ -47,8 +48,8 @@ HWY_INLINE void toVectorOrder(const float* HWY_RESTRICT from, int head_dim,
 
 // to = from * factor, in plain order.
 template <NumberFormat format>
-HWY_INLINE void fromVectorOrder(const float* HWY_RESTRICT from, int head_dim, float factor,
-                                float* HWY_RESTRICT to) {
+HWY_NOINLINE void fromVectorOrder(const float* HWY_RESTRICT from, int head_dim, float factor,
+                                  float* HWY_RESTRICT to) {
     const FloatTag tag;
     const Floats factors = hn::Set(tag, factor);
     int d = 0;
@@ -62,7 +63,8 @@ HWY_INLINE void fromVectorOrder(const float* HWY_RESTRICT from, int head_dim, fl
             hn::StoreU(second, tag, to + d + vector_lanes);
         }
     }
-    if (d < head_dim) hn::StoreU(hn::Mul(hn::LoadU(tag, from + d), factors), tag, to + d);
+    if (has_odd_vector && d < head_dim)
+        hn::StoreU(hn::Mul(hn::LoadU(tag, from + d), factors), tag, to + d);
 }
 
 // Stored numbers in a cache line.
@@ -97,7 +99,8 @@ HWY_INLINE void scoreTile(const float* HWY_RESTRICT q, const std::byte* const* k
         for (int t = 0; t < tokens; ++t)
             StoredVectors<format>::loadPair(elements(keys[t]) + d, first[t], second[t]);
         if constexpr (fetch)
-            for (int t = 0; t < tokens; ++t) prefetchChunk(keys[t + ahead], d);
+            for (int t = 0; t < tokens; ++t)
+                prefetchChunk(keys[t + ahead], d);
         for (int r = 0; r < rows; ++r) {
             const Floats q_first = hn::LoadU(tag, q + r * head_dim + d);
             const Floats q_second = hn::LoadU(tag, q + r * head_dim + d + vector_lanes);
@@ -107,7 +110,7 @@ HWY_INLINE void scoreTile(const float* HWY_RESTRICT q, const std::byte* const* k
             }
         }
     }
-    if (d < head_dim) {
+    if (has_odd_vector && d < head_dim) {
         for (int t = 0; t < tokens; ++t) {
             const Floats key = StoredVectors<format>::load(elements(keys[t]) + d);
             if constexpr (fetch) prefetchChunk(keys[t + ahead], d);
@@ -117,13 +120,7 @@ HWY_INLINE void scoreTile(const float* HWY_RESTRICT q, const std::byte* const* k
             }
         }
     }
-    HWY_ALIGN float sums[tile_vectors];
-    sumTile(dots, sums);
-    for (int i = 0; i < tile_vectors; ++i)
-        sums[i] *= scale;
-    for (int r = 0; r < rows; ++r)
-        std::memcpy(scores + r * AttendScratch::score_stride, sums + r * tokens,
-                    tokens * sizeof(float));
+    storeSums<tokens>(dots, scale, AttendScratch::score_stride, scores);
 }
 
 // Adds weight * v of tokens [begin, end) to the running sums of `rows` query rows, for `vectors`
@@ -163,15 +160,18 @@ HWY_INLINE void weighTile(const float* HWY_RESTRICT weights, const std::byte* co
 
 // weighTile over the whole head dim.
 template <NumberFormat format, int rows, bool fetch>
-HWY_INLINE void weigh(const float* weights, const std::byte* const* values, int begin, int end,
-                      int head_dim, int ahead, float* sums) {
+HWY_NOINLINE void weigh(const float* weights, const std::byte* const* values, int begin, int end,
+                        int head_dim, int ahead, float* sums) {
     int d = 0;
     for (; d + 2 * chunk_size <= head_dim; d += 2 * chunk_size)
         weighTile<format, rows, 4, fetch>(weights, values, begin, end, head_dim, d, ahead, sums);
     for (; d + chunk_size <= head_dim; d += chunk_size)
         weighTile<format, rows, 2, fetch>(weights, values, begin, end, head_dim, d, ahead, sums);
-    if (d < head_dim)
-        weighTile<format, rows, 1, fetch>(weights, values, begin, end, head_dim, d, ahead, sums);
+    if constexpr (has_odd_vector) {
+        if (d < head_dim)
+            weighTile<format, rows, 1, fetch>(weights, values, begin, end, head_dim, d, ahead,
+                                              sums);
+    }
 }
 
 struct SoftmaxSums {
@@ -180,7 +180,7 @@ struct SoftmaxSums {
 };
 
 // scores[i] = exp(scores[i] - top) for i < count, count >= 1; overwrites up to a vector beyond.
-HWY_INLINE SoftmaxSums softmax(float* HWY_RESTRICT scores, int count) {
+HWY_NOINLINE SoftmaxSums softmax(float* HWY_RESTRICT scores, int count) {
     const FloatTag tag;
     const int padded = (count + vector_lanes - 1) / vector_lanes * vector_lanes;
     for (int i = count; i < padded; ++i)
@@ -211,6 +211,16 @@ struct Stripe {
     int ahead;  // fetch the row that comes so many rows later; 0: do not
 };
 
+// Scores of `rows` query rows, from q and scores on, and the stripe's tokens [begin, end).
+template <NumberFormat format, int rows, bool fetch>
+HWY_NOINLINE void scoreRows(const Stripe& stripe, const float* q, int begin, int end,
+                            float* scores) {
+    constexpr int step = tile_vectors / rows;
+    for (int t = begin; t < end; t += step)
+        scoreTile<format, rows, fetch>(q, stripe.rows + t, stripe.head_dim, stripe.scale,
+                                       stripe.ahead, scores + t);
+}
+
 // Weighs the tokens that all of `rows` query rows see, then what some see beyond.
 template <NumberFormat format, int rows, bool fetch>
 HWY_INLINE void weighRows(const Stripe& stripe, const float* weights, const int* limits, int begin,
@@ -218,27 +228,33 @@ HWY_INLINE void weighRows(const Stripe& stripe, const float* weights, const int*
     const std::byte* const* const values = stripe.rows + stripe.tokens;
     const int common = std::min(end, *std::min_element(limits, limits + rows));
     if (begin < common)
-        weigh<format, rows, fetch>(weights, values, begin, common, stripe.head_dim, stripe.ahead, sums);
+        weigh<format, rows, fetch>(weights, values, begin, common, stripe.head_dim, stripe.ahead,
+                                   sums);
     for (int r = 0; r < rows; ++r) {
         const int own_begin = std::max(begin, common);
         const int own_end = std::min(end, limits[r]);
         if (own_begin < own_end)
-            weigh<format, 1, false>(weights + r * AttendScratch::score_stride, values, own_begin,
-                                    own_end, stripe.head_dim, 0, sums + r * stripe.head_dim);
+            weigh<format, 1, true>(weights + r * AttendScratch::score_stride, values, own_begin,
+                                   own_end, stripe.head_dim, 0, sums + r * stripe.head_dim);
     }
 }
 
-// Calls function.tile<rows>(first) for tiles of 4, 2 and 1 of `count` rows.
-template <typename Function>
-HWY_INLINE void forRowTiles(int count, const Function& function) {
+// Calls tiles.run<rows, fetch>(first) for tiles of 4, 2 and 1 of `count` rows. The first tile
+// fetches what comes; small tiles always do, as they are rare or the first.
+template <typename Tiles>
+HWY_INLINE void forRowTiles(int count, bool fetch, const Tiles& tiles) {
     int r = 0;
+    if (count >= 4 && fetch) {
+        tiles.template run<4, true>(0);
+        r = 4;
+    }
     for (; r + 4 <= count; r += 4)
-        function.template tile<4>(r);
+        tiles.template run<4, false>(r);
     if (r + 2 <= count) {
-        function.template tile<2>(r);
+        tiles.template run<2, true>(r);
         r += 2;
     }
-    if (r < count) function.template tile<1>(r);
+    if (r < count) tiles.template run<1, true>(r);
 }
 
 template <NumberFormat format>
@@ -249,22 +265,10 @@ struct ScoreTiles {
     int end;
     float* scores;
 
-    template <int rows>
-    HWY_INLINE void tile(int r) const {
-        if (r == 0 && stripe.ahead > 0)
-            run<rows, true>(r);
-        else
-            run<rows, false>(r);
-    }
-
-private:
     template <int rows, bool fetch>
     HWY_INLINE void run(int r) const {
-        constexpr int step = tile_vectors / rows;
-        for (int t = begin; t < end; t += step)
-            scoreTile<format, rows, fetch>(
-                q + r * stripe.head_dim, stripe.rows + t, stripe.head_dim, stripe.scale,
-                stripe.ahead, scores + r * AttendScratch::score_stride + t);
+        scoreRows<format, rows, fetch>(stripe, q + r * stripe.head_dim, begin, end,
+                                       scores + r * AttendScratch::score_stride);
     }
 };
 
@@ -277,15 +281,6 @@ struct WeighTiles {
     int end;
     float* sums;
 
-    template <int rows>
-    HWY_INLINE void tile(int r) const {
-        if (r == 0 && stripe.ahead > 0)
-            run<rows, true>(r);
-        else
-            run<rows, false>(r);
-    }
-
-private:
     template <int rows, bool fetch>
     HWY_INLINE void run(int r) const {
         weighRows<format, rows, fetch>(stripe, weights + r * AttendScratch::score_stride,
@@ -299,12 +294,13 @@ inline constexpr int token_tile = 16;
 // Attention of `rows` query rows (at most rows_at_once) over a stripe; query row r sees its first
 // limits[r] tokens. q in vector order. Writes out[r * head_dim ...] and lse[r].
 template <NumberFormat format>
-HWY_INLINE void attendStripe(const Stripe& stripe, const float* q, const int* limits, int rows,
-                             AttendScratch& scratch, float* out, float* lse) {
+HWY_NOINLINE void attendStripe(const Stripe& stripe, const float* q, const int* limits, int rows,
+                               AttendScratch& scratch, float* out, float* lse) {
     const int longest = *std::max_element(limits, limits + rows);
     for (int t = 0; t < longest; t += token_tile)
-        forRowTiles(rows, ScoreTiles<format>{stripe, q, t, std::min(t + token_tile, longest),
-                                             scratch.scores});
+        forRowTiles(
+            rows, stripe.ahead > 0,
+            ScoreTiles<format>{stripe, q, t, std::min(t + token_tile, longest), scratch.scores});
     float sum_of[AttendScratch::rows_at_once];
     for (int r = 0; r < rows; ++r) {
         sum_of[r] = 0.0F;
@@ -317,8 +313,9 @@ HWY_INLINE void attendStripe(const Stripe& stripe, const float* q, const int* li
     }
     std::memset(scratch.sums, 0, static_cast<std::size_t>(rows * stripe.head_dim) * sizeof(float));
     for (int t = 0; t < longest; t += token_tile)
-        forRowTiles(rows, WeighTiles<format>{stripe, scratch.scores, limits, t,
-                                             std::min(t + token_tile, longest), scratch.sums});
+        forRowTiles(rows, stripe.ahead > 0,
+                    WeighTiles<format>{stripe, scratch.scores, limits, t,
+                                       std::min(t + token_tile, longest), scratch.sums});
     for (int r = 0; r < rows; ++r)
         fromVectorOrder<format>(scratch.sums + r * stripe.head_dim, stripe.head_dim,
                                 limits[r] == 0 ? 0.0F : 1.0F / sum_of[r],

@@ -1,4 +1,5 @@
-// The devices over which the operation suites run. A new device joins by one traits type in Devices.
+// The devices over which the operation suites run. A new device joins by one traits type in
+// Devices.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -61,13 +62,20 @@ public:
     DeviceArray(Device& device, std::size_t count)
         : device_(&device),
           count_(count),
-          buffer_(Buffer::onDevice(device, count * sizeof(T)).value()) {}
+          buffer_(Buffer::onDevice(device, count * sizeof(T) + guard_bytes).value()) {}
 
-    // All bits set: NaN for every floating-point format, out of range for block ids.
+    // All bits set: NaN for every floating-point format, out of range for block ids. Behind the
+    // array come guard bytes, which expectGuardIntact looks at.
     static DeviceArray poisoned(Device& device, std::size_t count) {
         DeviceArray array(device, count);
-        device.fill(array.data(), 0xFF, count * sizeof(T), device.defaultStream());
+        device.fill(array.data(), 0xFF, array.buffer_.bytes(), device.defaultStream());
         return array;
+    }
+    void expectGuardIntact() const {
+        std::vector<std::byte> guard(guard_bytes);
+        device_->copy(guard.data(), data() + count_, guard_bytes, device_->defaultStream());
+        device_->synchronize(device_->defaultStream());
+        EXPECT_EQ(guard, std::vector<std::byte>(guard_bytes, std::byte{0xFF}));
     }
     static DeviceArray of(Device& device, const std::vector<T>& values) {
         DeviceArray array(device, values.size());
@@ -90,6 +98,8 @@ public:
     [[nodiscard]] std::size_t size() const { return count_; }
 
 private:
+    static constexpr std::size_t guard_bytes = 4096;
+
     Device* device_;
     std::size_t count_;
     Buffer buffer_;

@@ -367,14 +367,22 @@ TEST(Coordinator, RefusesLimitsThatContradictEachOther) {
 }
 
 TEST(Coordinator, NobodyHasBlocksOutsideTheGrid) {
-    const Coordinator coordinator(smallConfig(4, 3));
-    EXPECT_EQ(coordinator.freeBlocks(Tier::device, 0, 0), 4);
-    EXPECT_EQ(coordinator.freeBlocks(Tier::host, 0, 0), 3);
-    EXPECT_EQ(coordinator.freeBlocks(Tier::none, 0, 0), 0);
-    EXPECT_EQ(coordinator.freeBlocks(Tier::device, 1, 0), 0);
+    CoordinatorConfig config = smallConfig(4, 3);
+    config.limits.groups = 2;
+    config.limits.contexts = 2;
+    config.block_sizes = {4, 4};
+    const Coordinator coordinator(config);
+    EXPECT_EQ(coordinator.freeBlocks(Tier::device, 1, 1), 4);
+    EXPECT_EQ(coordinator.freeBlocks(Tier::host, 1, 1), 3);
+    EXPECT_EQ(coordinator.freeBlocks(Tier::none, 1, 1), 0);
+    // Each of these would be a pool if only the sum were looked at.
+    EXPECT_EQ(coordinator.freeBlocks(Tier::device, 0, 2), 0);
+    EXPECT_EQ(coordinator.freeBlocks(Tier::device, 1, -1), 0);
+    EXPECT_EQ(coordinator.freeBlocks(Tier::device, 2, -2), 0);
+    EXPECT_EQ(coordinator.freeBlocks(Tier::device, -1, 2), 0);
+    // And these would be none.
+    EXPECT_EQ(coordinator.freeBlocks(Tier::device, 2, 0), 0);
     EXPECT_EQ(coordinator.freeBlocks(Tier::device, -1, 0), 0);
-    EXPECT_EQ(coordinator.freeBlocks(Tier::device, 0, 1), 0);
-    EXPECT_EQ(coordinator.freeBlocks(Tier::device, 0, -1), 0);
 }
 
 TEST(Coordinator, Moves) {
