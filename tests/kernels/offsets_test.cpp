@@ -44,6 +44,16 @@ protected:
                                     .pool = pool,
                                     .layer = layer},
                                    device.defaultStream());
+        // Where the rows lie, by arithmetic of this test's own: an error that append, gather and
+        // attend share would pass unseen otherwise.
+        for (std::int64_t token = 0; token < tokens; ++token) {
+            const std::byte* const row =
+                pool.data + layer * pool.layer_stride +
+                ids[static_cast<std::size_t>(token / pool.block_size)] * pool.block_stride +
+                token % pool.block_size * pool.token_stride;
+            EXPECT_TRUE(sameBits(rowOf(k, token), download(row)));
+            EXPECT_TRUE(sameBits(rowOf(v, token), download(row + pool.value_offset)));
+        }
         const auto gathered_k = DeviceArray<std::uint16_t>::poisoned(device, k.size());
         const auto gathered_v = DeviceArray<std::uint16_t>::poisoned(device, v.size());
         device.operations().gather({.slot = 0,
@@ -59,6 +69,18 @@ protected:
         EXPECT_TRUE(sameBits(k, gathered_k.download()));
         EXPECT_TRUE(sameBits(v, gathered_v.download()));
         expectAttention(pool, tables, layer, tokens - 1);
+    }
+
+    static std::vector<std::uint16_t> rowOf(const std::vector<std::uint16_t>& numbers,
+                                            std::int64_t token) {
+        return {numbers.begin() + token * head_dim, numbers.begin() + (token + 1) * head_dim};
+    }
+
+    std::vector<std::uint16_t> download(const std::byte* row) const {
+        std::vector<std::uint16_t> bits(head_dim);
+        device_->copy(bits.data(), row, row_bytes, device_->defaultStream());
+        device_->synchronize(device_->defaultStream());
+        return bits;
     }
 
     std::vector<std::uint16_t> numbers(Kind kind, std::int64_t tokens) const {
@@ -154,88 +176,108 @@ TYPED_TEST(OffsetsTest, BlockSizeOne) {
     this->check(pool, ids, 1, 300);
 }
 
-// sglang#20389: token times query stride. q and out past 2^31 elements.
-TYPED_TEST(OffsetsTest, QueryBeyond32BitsOfElements) {
-    constexpr std::int64_t query_heads = 128;
-    constexpr std::int64_t width = query_heads * head_dim;
-    constexpr std::int64_t rows = (std::int64_t{1} << 32) / width + 3;
-    Device& device = *this->device_;
-    const Model model{.query_heads = query_heads, .kv_heads = 1, .head_dim = head_dim};
-    const PagedWorld world(device, model, {}, {{.id = 0, .length = 20}});
-    const auto q_in = TestFixture::Make::makeSparse(device, rows * width * 2);
-    const auto q = TestFixture::Make::makeSparse(device, rows * width * 4);
-    const auto out = TestFixture::Make::makeSparse(device, rows * width * 4);
-    const auto lse = TestFixture::Make::makeSparse(device, rows * query_heads * 4);
-    if (!q_in->data() || !q->data() || !out->data() || !lse->data())
-        GTEST_SKIP() << "no room for 2^32 elements of q";
-    std::vector<std::uint16_t> q_row;
-    std::vector<std::uint16_t> kv_row(2 * head_dim);
-    for (std::int64_t i = 0; i < width; ++i)
-        q_row.push_back(
-            toBits(NumberFormat::bf16, model.value(Kind::q, 0, 19, static_cast<int>(i / head_dim),
-                                                   static_cast<int>(i % head_dim))));
-    constexpr std::int64_t row = rows - 1;
-    device.copy(q_in->data() + row * width * 2, q_row.data(), q_row.size() * 2,
-                device.defaultStream());
-    const auto runs = DeviceArray<kvgrid::Run>::of(
-        device, {{.slot = 0, .rows = 1, .first_row = row, .first_position = 19}});
-    // K and V of the row are the ones that the pool holds already.
-    const auto kv_in = TestFixture::Make::makeSparse(device, rows * head_dim * 2);
-    const auto v_in = TestFixture::Make::makeSparse(device, rows * head_dim * 2);
-    for (int i = 0; i < head_dim; ++i) {
-        kv_row[static_cast<std::size_t>(i)] = model.stored(Kind::k, 0, 19, 0, i);
-        kv_row[static_cast<std::size_t>(head_dim + i)] = model.stored(Kind::v, 0, 19, 0, i);
+// sglang#20389: token times query stride. The last of so many rows that q and out pass 2^32
+// elements.
+template <typename Traits>
+class LongQueryTest : public ::testing::Test {
+protected:
+    static constexpr std::int64_t query_heads = 128;
+    static constexpr std::int64_t width = query_heads * head_dim;
+    static constexpr std::int64_t rows = (std::int64_t{1} << 32) / width + 3;
+    static constexpr std::int64_t row = rows - 1;
+    static constexpr std::int64_t position = 19;
+
+    LongQueryTest() : device_(Traits::make(1)) {
+        // What the oracle and the pool hold is rounded to bf16, as the inputs of append are.
+        model_.number = [exact = Model{}](Kind kind, int id, std::int64_t at, int head, int i) {
+            return fromBits(NumberFormat::bf16, exact.stored(kind, id, at, head, i));
+        };
     }
-    device.copy(kv_in->data() + row * head_dim * 2, kv_row.data(), head_dim * 2,
-                device.defaultStream());
-    device.copy(v_in->data() + row * head_dim * 2, kv_row.data() + head_dim, head_dim * 2,
-                device.defaultStream());
-    device.operations().append({.rows = rows,
-                                .query_heads = query_heads,
-                                .kv_heads = 1,
-                                .head_dim = head_dim,
-                                .q = q_in->data(),
-                                .k = kv_in->data(),
-                                .v = v_in->data(),
-                                .q_rotated = reinterpret_cast<float*>(q->data()),
-                                .runs = runs.data(),
-                                .run_count = 1,
-                                .tables = world.tables(),
-                                .pool = world.pool(),
-                                .layer = world.layer()},
-                               device.defaultStream());
-    EXPECT_TRUE(sameBits(world.image(), world.downloadPool()));
-    const auto workspace = DeviceArray<std::byte>::poisoned(
-        device, device.operations().attendWorkspaceBytes(1, query_heads, head_dim));
-    device.operations().attend({.query_heads = query_heads,
-                                .kv_heads = 1,
-                                .head_dim = head_dim,
-                                .scale = model.softmaxScale(),
-                                .q = reinterpret_cast<const float*>(q->data()),
-                                .runs = runs.data(),
-                                .run_count = 1,
-                                .max_position = 19,
-                                .tables = world.tables(),
-                                .pool = world.pool(),
-                                .layer = world.layer(),
-                                .out = reinterpret_cast<float*>(out->data()),
-                                .lse = reinterpret_cast<float*>(lse->data()),
-                                .workspace = workspace.data(),
-                                .workspace_bytes = workspace.size()},
-                               device.defaultStream());
-    std::vector<float> out_row(width);
-    std::vector<float> lse_row(query_heads);
-    device.copy(out_row.data(), out->data() + row * width * 4, width * 4, device.defaultStream());
-    device.copy(lse_row.data(), lse->data() + row * query_heads * 4, query_heads * 4,
-                device.defaultStream());
-    device.synchronize(device.defaultStream());
-    // The row's q was rounded to bf16, the oracle's is not: compare with the same rounding.
-    Model rounded = model;
-    rounded.number = [&model](Kind kind, int id, std::int64_t position, int head, int element) {
-        return fromBits(NumberFormat::bf16, model.stored(kind, id, position, head, element));
-    };
-    const PagedWorld same(device, rounded, {}, {{.id = 0, .length = 20}});
-    expectOracle(same, {out_row, lse_row}, 0, 0, 19);
+
+    // bf16 of the row's heads, at its place in an input tensor of `rows` rows.
+    std::unique_ptr<SparseMemory> input(Kind kind, int heads) {
+        auto memory = Traits::makeSparse(*device_, rows * heads * head_dim * 2);
+        if (memory->data() == nullptr) return memory;
+        std::vector<std::uint16_t> bits;
+        for (int i = 0; i < heads * head_dim; ++i)
+            bits.push_back(model_.stored(kind, 0, position, i / head_dim, i % head_dim));
+        device_->copy(memory->data() + row * heads * head_dim * 2, bits.data(), bits.size() * 2,
+                      device_->defaultStream());
+        return memory;
+    }
+
+    std::vector<float> download(const SparseMemory& memory, std::int64_t row_numbers) {
+        std::vector<float> numbers(static_cast<std::size_t>(row_numbers));
+        device_->copy(numbers.data(), memory.data() + row * row_numbers * 4, numbers.size() * 4,
+                      device_->defaultStream());
+        device_->synchronize(device_->defaultStream());
+        return numbers;
+    }
+
+    void appendAndAttend() {
+        Device& device = *device_;
+        const PagedWorld world(device, model_, {}, {{.id = 0, .length = position + 1}});
+        const auto q = input(Kind::q, query_heads);
+        const auto k = input(Kind::k, 1);
+        const auto v = input(Kind::v, 1);
+        const auto rotated = Traits::makeSparse(device, rows * width * 4);
+        const auto out = Traits::makeSparse(device, rows * width * 4);
+        const auto lse = Traits::makeSparse(device, rows * query_heads * 4);
+        for (const auto* memory : {&q, &k, &v, &rotated, &out, &lse})
+            if ((*memory)->data() == nullptr) GTEST_SKIP() << "no room for 2^32 elements of q";
+        const auto runs = DeviceArray<kvgrid::Run>::of(
+            device, {{.slot = 0, .rows = 1, .first_row = row, .first_position = position}});
+        device.operations().append({.rows = rows,
+                                    .query_heads = query_heads,
+                                    .kv_heads = 1,
+                                    .head_dim = head_dim,
+                                    .q = q->data(),
+                                    .k = k->data(),
+                                    .v = v->data(),
+                                    .q_rotated = reinterpret_cast<float*>(rotated->data()),
+                                    .runs = runs.data(),
+                                    .run_count = 1,
+                                    .tables = world.tables(),
+                                    .pool = world.pool(),
+                                    .layer = world.layer()},
+                                   device.defaultStream());
+        // The pool held these K and V already.
+        EXPECT_TRUE(sameBits(world.image(), world.downloadPool()));
+        const auto workspace = DeviceArray<std::byte>::poisoned(
+            device, device.operations().attendWorkspaceBytes(1, query_heads, head_dim));
+        device.operations().attend({.query_heads = query_heads,
+                                    .kv_heads = 1,
+                                    .head_dim = head_dim,
+                                    .scale = model_.softmaxScale(),
+                                    .q = reinterpret_cast<const float*>(rotated->data()),
+                                    .runs = runs.data(),
+                                    .run_count = 1,
+                                    .max_position = position,
+                                    .tables = world.tables(),
+                                    .pool = world.pool(),
+                                    .layer = world.layer(),
+                                    .out = reinterpret_cast<float*>(out->data()),
+                                    .lse = reinterpret_cast<float*>(lse->data()),
+                                    .workspace = workspace.data(),
+                                    .workspace_bytes = workspace.size()},
+                                   device.defaultStream());
+        expectOracle(world, {download(*out, width), download(*lse, query_heads)}, 0, 0, position);
+    }
+
+    std::unique_ptr<Device> device_;
+    Model model_{.query_heads = query_heads, .kv_heads = 1, .head_dim = head_dim};
+};
+TYPED_TEST_SUITE(LongQueryTest, Devices, DeviceNames);
+
+// One thread writes the states where they belong.
+TYPED_TEST(LongQueryTest, OneThread) {
+    this->appendAndAttend();
+}
+
+// Several threads fold them from the workspace.
+TYPED_TEST(LongQueryTest, SeveralThreads) {
+    this->device_ = TypeParam::make(4);
+    this->appendAndAttend();
 }
 
 // Blocks copied between tiers at offsets past 2^32 bytes.
