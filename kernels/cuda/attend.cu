@@ -70,8 +70,9 @@ __global__ void __launch_bounds__(fold_warps* warp_size)
 
 // Tiles that a warp's ring holds where a block of threads may have so much shared memory.
 int stagesFor(const AttendKernel& kernel, int shared_bytes) {
+    constexpr int kept_back = 1024;  // for what the kernel has beside its dynamic shared memory
     int stages = most_stages;
-    while (stages > least_stages && kernel.sharedBytes(stages) > shared_bytes)
+    while (stages > least_stages && kernel.sharedBytes(stages) > shared_bytes - kept_back)
         --stages;
     return stages;
 }
