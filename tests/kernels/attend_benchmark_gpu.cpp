@@ -1,10 +1,12 @@
-// Times decode attention of the CUDA device against the read ceiling of the same run, over saturating
-// and small shapes, bf16. Prints a table, and JSON on request; exit code 1 when an output is wrong.
+// Times decode attention of the CUDA device against the read ceiling of the same run, over
+// saturating and small shapes, bf16. Prints a table, and JSON on request; exit code 1 when an
+// output is wrong.
 //   attend_benchmark_gpu [--json FILE] [--only TEXT] [--gib POOL]
 //
-// Every launch reads another layer. ceiling: readRuns of 32 KB runs over as many bytes as the launch
-// reads, scattered over the pool, plain launches. plain: events around one launch (attention and fold).
-// graph: one CUDA graph of a launch a layer, divided by the layers. GB/s count K and V alone.
+// Every launch reads another layer. ceiling: readRuns of 32 KB runs over as many bytes as the
+// launch reads, scattered over the pool, plain launches. plain: events around one launch (attention
+// and fold). graph: one CUDA graph of a launch a layer, divided by the layers. GB/s count K and V
+// alone.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -42,29 +44,36 @@ struct Shape {
 
     [[nodiscard]] std::int64_t blocks() const {
         std::int64_t count = 0;
-        for (const std::int64_t length : lengths) count += (length + block_size - 1) / block_size;
+        for (const std::int64_t length : lengths)
+            count += (length + block_size - 1) / block_size;
         return count;
     }
     // Of one layer, K and V of the tokens that are there.
     [[nodiscard]] std::int64_t bytes() const {
-        return std::accumulate(lengths.begin(), lengths.end(), std::int64_t{0}) * kv_heads * 2 * head_dim * 2;
+        return std::accumulate(lengths.begin(), lengths.end(), std::int64_t{0}) * kv_heads * 2 *
+               head_dim * 2;
     }
-    [[nodiscard]] std::int64_t layerBytes() const { return blocks() * block_size * kv_heads * 2 * head_dim * 2; }
+    [[nodiscard]] std::int64_t layerBytes() const {
+        return blocks() * block_size * kv_heads * 2 * head_dim * 2;
+    }
 };
 
-Shape even(const std::string& name, std::size_t batch, std::int64_t context, int query_heads, int kv_heads,
-           int head_dim = 128) {
+Shape even(const std::string& name, std::size_t batch, std::int64_t context, int query_heads,
+           int kv_heads, int head_dim = 128) {
     return {name, std::vector<std::int64_t>(batch, context), query_heads, kv_heads, head_dim};
 }
 
 std::vector<Shape> allShapes() {
     constexpr std::int64_t k = 1024;
-    std::vector<Shape> shapes{
-        even("1x128Kx32/8", 1, 128 * k, 32, 8),       even("1x1Mx8/1", 1, 1024 * k, 8, 1),
-        even("8x128Kx8/1", 8, 128 * k, 8, 1),         even("32x32Kx8/1", 32, 32 * k, 8, 1),
-        even("64x8Kx32/8", 64, 8 * k, 32, 8),         even("16x64Kx64/8", 16, 64 * k, 64, 8),
-        even("64x8Kx32/32", 64, 8 * k, 32, 32),       even("4x64Kx16/1 dim 256", 4, 64 * k, 16, 1, 256),
-        even("128x4Kx8/8 dim 64", 128, 4 * k, 8, 8, 64)};
+    std::vector<Shape> shapes{even("1x128Kx32/8", 1, 128 * k, 32, 8),
+                              even("1x1Mx8/1", 1, 1024 * k, 8, 1),
+                              even("8x128Kx8/1", 8, 128 * k, 8, 1),
+                              even("32x32Kx8/1", 32, 32 * k, 8, 1),
+                              even("64x8Kx32/8", 64, 8 * k, 32, 8),
+                              even("16x64Kx64/8", 16, 64 * k, 64, 8),
+                              even("64x8Kx32/32", 64, 8 * k, 32, 32),
+                              even("4x64Kx16/1 dim 256", 4, 64 * k, 16, 1, 256),
+                              even("128x4Kx8/8 dim 64", 128, 4 * k, 8, 8, 64)};
     Shape ragged{"ragged 64x(1K..100K)x8/1", {}, 8, 1};
     std::mt19937 random(11);
     for (int i = 0; i < 64; ++i)
@@ -87,7 +96,8 @@ void require(cudaError_t status, const char* call) {
 }
 
 double median(std::vector<double> values) {
-    std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2), values.end());
+    std::nth_element(values.begin(),
+                     values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2), values.end());
     return values[values.size() / 2];
 }
 
@@ -128,15 +138,16 @@ Buffer upload(Device& device, const std::vector<T>& values) {
     return buffer;
 }
 
-// Numbers in [-1, 1) that repeat through the pool with a period that is prime, so that any number is
-// known from where it lies.
+// Numbers in [-1, 1) that repeat through the pool with a period that is prime, so that any number
+// is known from where it lies.
 class Pattern {
 public:
     Pattern() : bits_(33'554'393) {
         std::uint64_t state = 1;
         for (std::uint16_t& bits : bits_) {
             state = state * 6364136223846793005U + 1442695040888963407U;
-            bits = bf16FromFloat(static_cast<float>(static_cast<std::int64_t>(state >> 40) - (1 << 23)) * 0x1p-23F);
+            bits = bf16FromFloat(
+                static_cast<float>(static_cast<std::int64_t>(state >> 40) - (1 << 23)) * 0x1p-23F);
         }
     }
     void fill(Device& device, const Buffer& memory) const {
@@ -144,11 +155,13 @@ public:
         std::size_t done = std::min(bits_.size() * 2, memory.bytes());
         device.copy(memory.data(), bits_.data(), done, stream);
         for (; done < memory.bytes(); done *= 2)
-            device.copy(memory.data() + done, memory.data(), std::min(done, memory.bytes() - done), stream);
+            device.copy(memory.data() + done, memory.data(), std::min(done, memory.bytes() - done),
+                        stream);
         device.synchronize(stream);
     }
     [[nodiscard]] double at(std::int64_t byte) const {
-        return static_cast<double>(bf16ToFloat(bits_[static_cast<std::size_t>(byte / 2) % bits_.size()]));
+        return static_cast<double>(
+            bf16ToFloat(bits_[static_cast<std::size_t>(byte / 2) % bits_.size()]));
     }
 
 private:
@@ -159,9 +172,12 @@ private:
 class Step {
 public:
     Step(Device& device, const Shape& shape, const Buffer& pool, const Pattern& pattern)
-        : device_(&device), shape_(&shape), pattern_(&pattern) {
+        : device_(&device),
+          shape_(&shape),
+          pattern_(&pattern) {
         const std::int64_t blocks = shape.blocks();
-        layers = std::clamp<std::int64_t>(static_cast<std::int64_t>(pool.bytes()) / shape.layerBytes(), 1, 40);
+        layers = std::clamp<std::int64_t>(
+            static_cast<std::int64_t>(pool.bytes()) / shape.layerBytes(), 1, 40);
         const std::int64_t row = std::int64_t{2} * shape.head_dim;
         PoolView view;
         view.data = pool.data();
@@ -186,19 +202,24 @@ public:
             std::copy_n(next, count, table_.begin() + static_cast<std::ptrdiff_t>(i) * columns_);
             next += count;
             const auto slot = static_cast<std::int32_t>(i);
-            runs.push_back({.slot = slot, .rows = 1, .first_row = slot, .first_position = shape.lengths[i] - 1});
+            runs.push_back({.slot = slot,
+                            .rows = 1,
+                            .first_row = slot,
+                            .first_position = shape.lengths[i] - 1});
         }
-        const std::size_t states = shape.lengths.size() * static_cast<std::size_t>(shape.query_heads);
+        const std::size_t states =
+            shape.lengths.size() * static_cast<std::size_t>(shape.query_heads);
         q_.resize(states * static_cast<std::size_t>(shape.head_dim));
         std::mt19937 random(4);
-        for (float& number : q_) number = static_cast<float>(random()) * 0x1p-31F - 1.0F;
+        for (float& number : q_)
+            number = static_cast<float>(random()) * 0x1p-31F - 1.0F;
         buffers_.push_back(upload(device, table_));
         buffers_.push_back(upload(device, runs));
         buffers_.push_back(upload(device, q_));
         for (const std::size_t bytes :
              {q_.size() * sizeof(float), states * sizeof(float),
-              device.operations().attendWorkspaceBytes(static_cast<std::int64_t>(runs.size()), shape.query_heads,
-                                                       shape.head_dim)})
+              device.operations().attendWorkspaceBytes(static_cast<std::int64_t>(runs.size()),
+                                                       shape.query_heads, shape.head_dim)})
             buffers_.push_back(Buffer::onDevice(device, bytes).value());
         params = {.query_heads = shape.query_heads,
                   .kv_heads = shape.kv_heads,
@@ -228,7 +249,8 @@ public:
         device_->synchronize(device_->defaultStream());
         double worst = 0;
         const auto batch = static_cast<std::int64_t>(shape_->lengths.size());
-        for (const auto& [row, head] : {std::pair<std::int64_t, int>{0, 0}, {batch / 2, shape_->query_heads / 2},
+        for (const auto& [row, head] : {std::pair<std::int64_t, int>{0, 0},
+                                        {batch / 2, shape_->query_heads / 2},
                                         {batch - 1, shape_->query_heads - 1}}) {
             const std::int64_t state = row * shape_->query_heads + head;
             const std::span<const float> mine(out.data() + state * shape_->head_dim,
@@ -248,16 +270,20 @@ private:
         const std::int64_t length = shape_->lengths[static_cast<std::size_t>(row)];
         std::vector<double> q(dim);
         for (std::size_t i = 0; i < dim; ++i)
-            q[i] = static_cast<double>(q_[static_cast<std::size_t>(row * shape_->query_heads + head) * dim + i]);
+            q[i] = static_cast<double>(
+                q_[static_cast<std::size_t>(row * shape_->query_heads + head) * dim + i]);
         std::vector<double> k(static_cast<std::size_t>(length) * dim);
         std::vector<double> v(k.size());
         const PoolView& pool = params.pool;
         for (std::int64_t token = 0; token < length; ++token) {
-            const std::int64_t block = table_[static_cast<std::size_t>(row * columns_ + token / block_size)];
+            const std::int64_t block =
+                table_[static_cast<std::size_t>(row * columns_ + token / block_size)];
             const std::int64_t key = params.layer * pool.layer_stride + block * pool.block_stride +
-                                     kv_head * pool.head_stride + token % block_size * pool.token_stride;
+                                     kv_head * pool.head_stride +
+                                     token % block_size * pool.token_stride;
             for (std::size_t i = 0; i < dim; ++i) {
-                k[static_cast<std::size_t>(token) * dim + i] = pattern_->at(key + 2 * static_cast<std::int64_t>(i));
+                k[static_cast<std::size_t>(token) * dim + i] =
+                    pattern_->at(key + 2 * static_cast<std::int64_t>(i));
                 v[static_cast<std::size_t>(token) * dim + i] =
                     pattern_->at(key + pool.value_offset + 2 * static_cast<std::int64_t>(i));
             }
@@ -290,13 +316,15 @@ public:
         report["device"] = device_->description();
         report["pool_bytes"] = pool_bytes;
         report["repetitions"] = repetitions;
-        std::printf("# %s, bf16, blocks of %lld tokens, medians of %d\n", device_->description().c_str(),
-                    static_cast<long long>(block_size), repetitions);
+        std::printf("# %s, bf16, blocks of %lld tokens, medians of %d\n",
+                    device_->description().c_str(), static_cast<long long>(block_size),
+                    repetitions);
         const double large = ceiling(pool_bytes / 4);
         report["ceiling_gb_per_s"] = large;
-        std::printf("# ceiling, %.1f GB in 32 KB runs: %.0f GB/s\n", static_cast<double>(pool_bytes / 4) / 1e9, large);
-        std::printf("# %-26s %8s %9s %10s %8s %10s %8s %9s %s\n", "batch x context x heads", "MB", "ceiling", "plain us",
-                    "of ceil", "graph us", "of ceil", "error", "wrong");
+        std::printf("# ceiling, %.1f GB in 32 KB runs: %.0f GB/s\n",
+                    static_cast<double>(pool_bytes / 4) / 1e9, large);
+        std::printf("# %-26s %8s %9s %10s %8s %10s %8s %9s %s\n", "batch x context x heads", "MB",
+                    "ceiling", "plain us", "of ceil", "graph us", "of ceil", "error", "wrong");
     }
 
     void run(const Shape& shape) {
@@ -304,7 +332,8 @@ public:
         const auto bytes = static_cast<double>(shape.bytes());
         const double ceiling_rate = ceiling(shape.bytes());
         std::int64_t layer = 0;
-        for (int i = 0; i < 3; ++i) step.attend(layer++);
+        for (int i = 0; i < 3; ++i)
+            step.attend(layer++);
         std::vector<double> plain;
         for (int i = 0; i < repetitions; ++i)
             plain.push_back(timer_.time(stream(), [&] { step.attend(layer++); }));
@@ -314,8 +343,9 @@ public:
         const bool wrong = !(error <= error_bound);
         any_wrong_ = any_wrong_ || wrong;
         const auto rate = [bytes](double microseconds) { return bytes / microseconds / 1e3; };
-        std::printf("  %-26s %8.0f %9.0f %10.1f %7.1f%% %10.1f %7.1f%% %9.1e %d\n", shape.name.c_str(), bytes / 1e6,
-                    ceiling_rate, plain_us, 100 * rate(plain_us) / ceiling_rate, graph_us,
+        std::printf("  %-26s %8.0f %9.0f %10.1f %7.1f%% %10.1f %7.1f%% %9.1e %d\n",
+                    shape.name.c_str(), bytes / 1e6, ceiling_rate, plain_us,
+                    100 * rate(plain_us) / ceiling_rate, graph_us,
                     100 * rate(graph_us) / ceiling_rate, error, wrong ? 1 : 0);
         std::fflush(stdout);
         report["rows"].push_back({{"shape", shape.name},
@@ -356,8 +386,9 @@ private:
                                         .count = count,
                                         .run_bytes = run_bytes,
                                         .sink = sink_.as<std::uint64_t>()};
-            const double time = timer_.time(
-                stream(), [&] { device_->operations().readRuns(params, device_->defaultStream()); });
+            const double time = timer_.time(stream(), [&] {
+                device_->operations().readRuns(params, device_->defaultStream());
+            });
             if (i >= 2) times.push_back(time);
             first += count;
         }
@@ -368,14 +399,17 @@ private:
         const std::int64_t launches = std::max<std::int64_t>(step.layers, 8);
         cudaGraph_t graph = nullptr;
         cudaGraphExec_t executable = nullptr;
-        require(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeGlobal), "cudaStreamBeginCapture");
-        for (std::int64_t i = 0; i < launches; ++i) step.attend(i);
+        require(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeGlobal),
+                "cudaStreamBeginCapture");
+        for (std::int64_t i = 0; i < launches; ++i)
+            step.attend(i);
         require(cudaStreamEndCapture(stream(), &graph), "cudaStreamEndCapture");
         require(cudaGraphInstantiate(&executable, graph, 0), "cudaGraphInstantiate");
         std::vector<double> times;
         for (int i = 0; i < repetitions + 2; ++i) {
-            const double time =
-                timer_.time(stream(), [&] { require(cudaGraphLaunch(executable, stream()), "cudaGraphLaunch"); });
+            const double time = timer_.time(stream(), [&] {
+                require(cudaGraphLaunch(executable, stream()), "cudaGraphLaunch");
+            });
             if (i >= 2) times.push_back(time / static_cast<double>(launches));
         }
         require(cudaGraphExecDestroy(executable), "cudaGraphExecDestroy");
@@ -409,7 +443,8 @@ int benchmark(int argc, char** argv) {
     }
     Benchmark bench(gib << 30);
     for (const Shape& shape : allShapes())
-        if (shape.name.find(only) != std::string::npos && shape.layerBytes() <= gib << 30) bench.run(shape);
+        if (shape.name.find(only) != std::string::npos && shape.layerBytes() <= gib << 30)
+            bench.run(shape);
     if (!json.empty()) std::ofstream(json) << bench.report.dump(2) << '\n';
     std::printf("# %s\n", bench.anyWrong() ? "FAILED" : "OK");
     return bench.anyWrong() ? 1 : 0;

@@ -1,5 +1,5 @@
-// What only the CUDA device has: graphs, page-locked memory on the other side of a copy, and freedom
-// in how work is cut.
+// What only the CUDA device has: graphs, page-locked memory on the other side of a copy, and
+// freedom in how work is cut.
 #include <cuda_runtime_api.h>
 
 #include <bit>
@@ -107,7 +107,8 @@ struct ResidentStep {
                         numbers[static_cast<std::size_t>(
                             ((run.first_row + row) * model.query_heads + head) * model.head_dim +
                             element)] =
-                            model.value(Kind::q, world->sequences()[static_cast<std::size_t>(run.slot)].id,
+                            model.value(Kind::q,
+                                        world->sequences()[static_cast<std::size_t>(run.slot)].id,
                                         run.first_position + row, head, element);
         q.upload(numbers);
         Runs padded = step_runs;
@@ -154,8 +155,9 @@ struct ResidentStep {
 // A workspace of any size gives the same bits: none at all, a few slots, all.
 TEST_F(CudaDeviceTest, WorkspaceChangesNoBit) {
     const Model model{.query_heads = 8, .kv_heads = 2, .head_dim = 128};
-    const PagedWorld world(*device_, model, {.block_size = 256},
-                           {{.id = 0, .length = 70'001}, {.id = 1, .length = 300}, {.id = 2, .length = 9000}});
+    const PagedWorld world(
+        *device_, model, {.block_size = 256},
+        {{.id = 0, .length = 70'001}, {.id = 1, .length = 300}, {.id = 2, .length = 9000}});
     const Runs runs{{.slot = 0, .rows = 3, .first_row = 0, .first_position = 69'998},
                     {.slot = 2, .rows = 1, .first_row = 4, .first_position = 8999},
                     {.slot = 1, .rows = 1, .first_row = 3, .first_position = 299}};
@@ -175,9 +177,12 @@ TEST_F(CudaDeviceTest, WorkspaceChangesNoBit) {
 
 // One launch, captured once for 6 runs and 40 rows, follows what lies at its addresses.
 TEST_F(CudaDeviceTest, AGraphFollowsTheRuns) {
-    const Model model{.format = NumberFormat::fp16, .query_heads = 8, .kv_heads = 2, .head_dim = 64};
+    const Model model{
+        .format = NumberFormat::fp16, .query_heads = 8, .kv_heads = 2, .head_dim = 64};
     const PagedWorld world(*device_, model, {.block_size = 16},
-                           {{.id = 0, .length = 20'000}, {.id = 1, .length = 300}, {.id = 2, .length = 5000},
+                           {{.id = 0, .length = 20'000},
+                            {.id = 1, .length = 300},
+                            {.id = 2, .length = 5000},
                             {.id = 3, .length = 1}});
     ResidentStep step(world, 40, 6, 19'999, device_->operations().attendWorkspaceBytes(40, 8, 64));
     step.upload({});
@@ -204,7 +209,9 @@ TEST_F(CudaDeviceTest, AGraphFollowsTheRuns) {
         step.attend();
         EXPECT_TRUE(sameBits(replayed, step.states()));
         for (const auto& run : runs) {
-            const States alone = attend(world, {{.slot = run.slot, .rows = run.rows, .first_row = 0,
+            const States alone = attend(world, {{.slot = run.slot,
+                                                 .rows = run.rows,
+                                                 .first_row = 0,
                                                  .first_position = run.first_position}});
             EXPECT_TRUE(sameBits(alone, rowsOf(replayed, model, run.first_row, run.rows)));
         }
@@ -217,12 +224,14 @@ TEST_F(CudaDeviceTest, AGraphFollowsTheRuns) {
 TEST_F(CudaDeviceTest, EveryOperationCanBeCaptured) {
     const Model model{.query_heads = 4, .kv_heads = 2, .head_dim = 64};
     const PagedWorld world(*device_, model, {}, {{.id = 0, .length = 200}});
-    const auto input = DeviceArray<std::uint16_t>::of(*device_, std::vector<std::uint16_t>(4 * 64, 0x3F80));
+    const auto input =
+        DeviceArray<std::uint16_t>::of(*device_, std::vector<std::uint16_t>(4 * 64, 0x3F80));
     const auto runs = DeviceArray<kvgrid::Run>::of(
         *device_, {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 199}});
     const auto floats = DeviceArray<float>::of(*device_, std::vector<float>(8 * 64, 1.0F));
     const auto others = DeviceArray<float>::poisoned(*device_, 8 * 64);
-    const auto gathered = DeviceArray<std::uint16_t>::poisoned(*device_, std::size_t{2} * 200 * 2 * 64);
+    const auto gathered =
+        DeviceArray<std::uint16_t>::poisoned(*device_, std::size_t{2} * 200 * 2 * 64);
     const auto sink = DeviceArray<std::uint64_t>::poisoned(*device_, 1);
     const auto order = DeviceArray<std::int32_t>::of(*device_, {0});
     const Buffer host = Buffer::onHost(*device_, 2048).value();
@@ -231,27 +240,55 @@ TEST_F(CudaDeviceTest, EveryOperationCanBeCaptured) {
     cudaGraph_t graph = nullptr;
     cudaGraphExec_t executable = nullptr;
     ASSERT_EQ(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeGlobal), cudaSuccess);
-    operations.append({.rows = 1, .query_heads = 4, .kv_heads = 2, .head_dim = 64, .q = input.data(),
-                       .k = input.data(), .v = input.data(), .q_rotated = others.data(), .runs = runs.data(),
-                       .run_count = 1, .tables = world.tables(), .pool = world.pool(), .layer = world.layer()},
+    operations.append({.rows = 1,
+                       .query_heads = 4,
+                       .kv_heads = 2,
+                       .head_dim = 64,
+                       .q = input.data(),
+                       .k = input.data(),
+                       .v = input.data(),
+                       .q_rotated = others.data(),
+                       .runs = runs.data(),
+                       .run_count = 1,
+                       .tables = world.tables(),
+                       .pool = world.pool(),
+                       .layer = world.layer()},
                       view);
-    operations.gather({.tokens = 200, .kv_heads = 2, .head_dim = 64, .tables = world.tables(),
-                       .pool = world.pool(), .layer = world.layer(), .k = gathered.data(),
+    operations.gather({.tokens = 200,
+                       .kv_heads = 2,
+                       .head_dim = 64,
+                       .tables = world.tables(),
+                       .pool = world.pool(),
+                       .layer = world.layer(),
+                       .k = gathered.data(),
                        .v = gathered.data() + 200 * 2 * 64},
                       view);
-    operations.merge({.rows = 2, .parts = 2, .head_dim = 64, .out_parts = floats.data(),
-                      .lse_parts = floats.data(), .out = others.data(), .lse = others.data() + 256},
+    operations.merge({.rows = 2,
+                      .parts = 2,
+                      .head_dim = 64,
+                      .out_parts = floats.data(),
+                      .lse_parts = floats.data(),
+                      .out = others.data(),
+                      .lse = others.data() + 256},
                      view);
-    operations.output({.rows = 1, .heads = 4, .head_dim = 64, .source = floats.data(),
+    operations.output({.rows = 1,
+                       .heads = 4,
+                       .head_dim = 64,
+                       .source = floats.data(),
                        .destination = others.data()},
                       view);
     {
         const BlockPair pair{.source = 0, .destination = 0};
-        operations.copyBlocks({{reinterpret_cast<std::byte*>(floats.data()), 2048, 1, 0, 1, 0, 2048},
-                               {host.data(), 2048, 1, 0, 1, 0, 2048}, &pair, 1},
-                              view);
+        operations.copyBlocks(
+            {{reinterpret_cast<std::byte*>(floats.data()), 2048, 1, 0, 1, 0, 2048},
+             {host.data(), 2048, 1, 0, 1, 0, 2048},
+             &pair,
+             1},
+            view);
     }
-    operations.readRuns({reinterpret_cast<const std::byte*>(floats.data()), order.data(), 1, 2048, sink.data()}, view);
+    operations.readRuns(
+        {reinterpret_cast<const std::byte*>(floats.data()), order.data(), 1, 2048, sink.data()},
+        view);
     device_->fill(others.data(), 1, 4, view);
     device_->copy(others.data(), floats.data(), 4, view);
     ASSERT_EQ(cudaStreamEndCapture(stream(), &graph), cudaSuccess);
@@ -274,8 +311,8 @@ TEST_F(CudaDeviceTest, LongContextOnAnyNumberOfBlocks) {
     Model model{.query_heads = 8, .kv_heads = 1, .head_dim = 64};
     // A short period, so that making the numbers takes no time.
     model.number = [](Kind kind, int, std::int64_t position, int head, int element) {
-        return hashed(2, kind, 0, static_cast<std::uint64_t>(position % 1009), static_cast<std::uint64_t>(head),
-                      static_cast<std::uint64_t>(element));
+        return hashed(2, kind, 0, static_cast<std::uint64_t>(position % 1009),
+                      static_cast<std::uint64_t>(head), static_cast<std::uint64_t>(element));
     };
     std::vector<States> results;
     for (const int blocks : {0, 1, 7, 131, 133, 1000}) {
@@ -302,8 +339,12 @@ TEST_F(CudaDeviceTest, ManyRuns) {
     for (int i = 0; i < 300; ++i) {
         const std::int64_t length = i % 37 == 5 ? 3000 + i : 1 + i * 7 % 600;
         sequences.push_back({.id = i, .length = length});
-        const std::int32_t rows = i % 11 == 0 ? 0 : static_cast<std::int32_t>(std::min<std::int64_t>(length, 1 + i % 3));
-        runs.push_back({.slot = i, .rows = rows, .first_row = row, .first_position = length - std::max(rows, 1)});
+        const std::int32_t rows =
+            i % 11 == 0 ? 0 : static_cast<std::int32_t>(std::min<std::int64_t>(length, 1 + i % 3));
+        runs.push_back({.slot = i,
+                        .rows = rows,
+                        .first_row = row,
+                        .first_position = length - std::max(rows, 1)});
         row += rows;
     }
     std::shuffle(runs.begin(), runs.end(), std::mt19937(5));
@@ -320,11 +361,18 @@ TEST_F(CudaDeviceTest, BlocksToTheHostAndBack) {
     for (const std::int64_t run_bytes : {512, 4096, 40'000}) {
         const std::int64_t block_bytes = 6 * run_bytes;
         std::vector<std::uint16_t> image(static_cast<std::size_t>(blocks * block_bytes / 2));
-        for (std::size_t i = 0; i < image.size(); ++i) image[i] = static_cast<std::uint16_t>((i * 2654435761U) >> 15);
+        for (std::size_t i = 0; i < image.size(); ++i)
+            image[i] = static_cast<std::uint16_t>((i * 2654435761U) >> 15);
         const auto pool = DeviceArray<std::uint16_t>::of(*device_, image);
-        const Buffer host = Buffer::onHost(*device_, static_cast<std::size_t>(blocks * block_bytes)).value();
-        const BlockRuns layered{reinterpret_cast<std::byte*>(pool.data()), run_bytes, 2, 3 * blocks * run_bytes, 3,
-                                blocks * run_bytes, run_bytes};
+        const Buffer host =
+            Buffer::onHost(*device_, static_cast<std::size_t>(blocks * block_bytes)).value();
+        const BlockRuns layered{reinterpret_cast<std::byte*>(pool.data()),
+                                run_bytes,
+                                2,
+                                3 * blocks * run_bytes,
+                                3,
+                                blocks * run_bytes,
+                                run_bytes};
         const BlockRuns whole{host.data(), block_bytes, 1, 0, 1, 0, block_bytes};
         std::vector<std::int32_t> places(blocks);
         std::iota(places.begin(), places.end(), 0);
@@ -332,12 +380,16 @@ TEST_F(CudaDeviceTest, BlocksToTheHostAndBack) {
         std::vector<BlockPair> pairs;
         for (std::int32_t i = 0; i < blocks; ++i)
             pairs.push_back({.source = i, .destination = places[static_cast<std::size_t>(i)]});
-        device_->operations().copyBlocks({layered, whole, pairs.data(), blocks}, device_->defaultStream());
-        for (BlockPair& pair : pairs) pair = {.source = pair.destination, .destination = pair.source};
+        device_->operations().copyBlocks({layered, whole, pairs.data(), blocks},
+                                         device_->defaultStream());
+        for (BlockPair& pair : pairs)
+            pair = {.source = pair.destination, .destination = pair.source};
         auto back = pairs;
-        std::fill(pairs.begin(), pairs.end(), BlockPair{-1, -1});  // the list was the caller's again at once
+        std::fill(pairs.begin(), pairs.end(),
+                  BlockPair{-1, -1});  // the list was the caller's again at once
         device_->fill(pool.data(), 0xFF, image.size() * 2, device_->defaultStream());
-        device_->operations().copyBlocks({whole, layered, back.data(), blocks}, device_->defaultStream());
+        device_->operations().copyBlocks({whole, layered, back.data(), blocks},
+                                         device_->defaultStream());
         std::fill(back.begin(), back.end(), BlockPair{-1, -1});
         EXPECT_TRUE(sameBits(image, pool.download())) << run_bytes << " bytes a run";
     }
@@ -349,7 +401,8 @@ TEST_F(CudaDeviceTest, ReadRunsOfAnySize) {
         constexpr std::int64_t runs = 301;
         std::vector<std::uint64_t> numbers(static_cast<std::size_t>(runs * run_bytes / 8));
         std::uint64_t expected = 0;
-        for (std::size_t i = 0; i < numbers.size(); ++i) expected += numbers[i] = i * 0x9E3779B97F4A7C15U;
+        for (std::size_t i = 0; i < numbers.size(); ++i)
+            expected += numbers[i] = i * 0x9E3779B97F4A7C15U;
         std::vector<std::int32_t> order(runs);
         std::iota(order.begin(), order.end(), 0);
         std::shuffle(order.begin(), order.end(), std::mt19937(3));
@@ -357,8 +410,8 @@ TEST_F(CudaDeviceTest, ReadRunsOfAnySize) {
         const auto device_order = DeviceArray<std::int32_t>::of(*device_, order);
         const auto sink = DeviceArray<std::uint64_t>::poisoned(*device_, 1);
         for (int i = 0; i < 3; ++i) {
-            device_->operations().readRuns({reinterpret_cast<const std::byte*>(data.data()), device_order.data(), runs,
-                                            run_bytes, sink.data()},
+            device_->operations().readRuns({reinterpret_cast<const std::byte*>(data.data()),
+                                            device_order.data(), runs, run_bytes, sink.data()},
                                            device_->defaultStream());
             EXPECT_EQ(sink.download()[0], expected) << run_bytes << " bytes a run";
         }
@@ -374,7 +427,9 @@ TEST_F(CudaDeviceTest, EventsOrderStreams) {
     Stream second(*device_);
     Event event(*device_);
     for (std::uint8_t value = 1; value < 10; ++value) {
-        for (int i = 0; i < 4; ++i) device_->fill(source.data(), static_cast<std::uint8_t>(i == 3 ? value : 0xEE), bytes, first.view());
+        for (int i = 0; i < 4; ++i)
+            device_->fill(source.data(), static_cast<std::uint8_t>(i == 3 ? value : 0xEE), bytes,
+                          first.view());
         event.record(first.view());
         event.makeWait(second.view());
         device_->copy(host.data(), source.data() + bytes - 4096, 4096, second.view());
