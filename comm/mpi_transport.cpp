@@ -216,7 +216,7 @@ void MpiTransport::allToAll(std::span<const std::byte> send, Counts send_counts,
     const Watch watch(*watchdog_, "all-to-all");
 
     requests_.clear();
-    const auto forEachMessage = [this](auto span, auto post) {
+    const auto for_each_message = [this](auto span, auto post) {
         while (!span.empty()) {
             const auto part = span.first(std::min(span.size(), max_message_bytes_));
             requests_.push_back(MPI_REQUEST_NULL);
@@ -225,26 +225,26 @@ void MpiTransport::allToAll(std::span<const std::byte> send, Counts send_counts,
             span = span.subspan(part.size());
         }
     };
-    const auto partOf = [](auto span, Counts counts, std::size_t peer) {
+    const auto part_of = [](auto span, Counts counts, std::size_t peer) {
         return span.subspan(total(counts.first(peer)), static_cast<std::size_t>(counts[peer]));
     };
     for (std::size_t distance = 1; distance < ranks; ++distance) {
         const std::size_t from = (self + ranks - distance) % ranks;
-        forEachMessage(partOf(receive, receive_counts, from),
-                       [&](std::byte* data, int bytes, MPI_Request* request) {
-                           return MPI_Irecv(data, bytes, MPI_BYTE, static_cast<int>(from),
-                                            all_to_all_tag, communicator_, request);
-                       });
+        for_each_message(part_of(receive, receive_counts, from),
+                         [&](std::byte* data, int bytes, MPI_Request* request) {
+                             return MPI_Irecv(data, bytes, MPI_BYTE, static_cast<int>(from),
+                                              all_to_all_tag, communicator_, request);
+                         });
     }
     for (std::size_t distance = 1; distance < ranks; ++distance) {
         const std::size_t to = (self + distance) % ranks;
-        forEachMessage(partOf(send, send_counts, to),
-                       [&](const std::byte* data, int bytes, MPI_Request* request) {
-                           return MPI_Isend(data, bytes, MPI_BYTE, static_cast<int>(to),
-                                            all_to_all_tag, communicator_, request);
-                       });
+        for_each_message(part_of(send, send_counts, to),
+                         [&](const std::byte* data, int bytes, MPI_Request* request) {
+                             return MPI_Isend(data, bytes, MPI_BYTE, static_cast<int>(to),
+                                              all_to_all_tag, communicator_, request);
+                         });
     }
-    copyBytes(partOf(receive, receive_counts, self), partOf(send, send_counts, self));
+    copyBytes(part_of(receive, receive_counts, self), part_of(send, send_counts, self));
     checkMpi(MPI_Waitall(static_cast<int>(requests_.size()), requests_.data(), MPI_STATUSES_IGNORE),
              "all-to-all");
 }

@@ -129,7 +129,8 @@ private:
     using Times = std::array<double, part_count>;
 
     [[nodiscard]] Result<void> measureCeiling();
-    void warnOfWarmCache();
+    // Notes of what makes the numbers mean less.
+    void warn();
     [[nodiscard]] Result<void> fill(DecodeRun& decode, const Batch& batch);
     [[nodiscard]] Result<void> measure(DecodeRun& decode, const Batch& batch);
     // Collective. Of each step each part's longest time over ranks.
@@ -160,8 +161,9 @@ double BenchRun::kvBytes(const Batch& batch, int step) const {
     for (const std::int64_t length : batch.lengths)
         tokens += static_cast<double>(length - options_.steps + 1 + step);
     const CacheConfig& config = setup_.config;
-    return tokens * config.geometry.layers * (setup_.kvHeads() / config.grid.heads) *
-           setup_.headDim() * 2.0 * static_cast<double>(bytesPerElement(config.kv_format));
+    const int kv_heads = setup_.kvHeads() / config.grid.heads;
+    return tokens * config.geometry.layers * kv_heads * setup_.headDim() * 2.0 *
+           static_cast<double>(bytesPerElement(config.kv_format));
 }
 
 void BenchRun::print(const std::string& text) {
@@ -194,7 +196,15 @@ Result<void> BenchRun::measureCeiling() {
     return {};
 }
 
-void BenchRun::warnOfWarmCache() {
+void BenchRun::warn() {
+    const std::int64_t cores = sysconf(_SC_NPROCESSORS_ONLN);
+    const std::int64_t threads = std::int64_t{process_.nodeSize()} * process_.threads();
+    if (process_.device() == DeviceKind::cpu && threads > cores) {
+        report_.note(
+            fmt::format("{} threads share {} cores of this host: times include waiting for "
+                        "a core, and the share of the ceiling says little",
+                        threads, cores));
+    }
     const std::int64_t cache = process_.device() == DeviceKind::cpu ? lastLevelCacheBytes() : 0;
     for (const Batch& batch : setup_.batches) {
         const double bytes = kvBytes(batch, options_.steps - 1) * process_.nodeSize();
@@ -207,14 +217,21 @@ void BenchRun::warnOfWarmCache() {
 }
 
 Result<Outcome> BenchRun::run() {
+    CacheConfig config = setup_.config;
+    config.device_blocks = options_.device_blocks.value_or(config.device_blocks);
+    config.host_blocks = options_.host_blocks.value_or(0);
+    if (const std::int64_t missing = setup_.config.device_blocks - config.device_blocks;
+        missing > 0) {
+        return failure(
+            ErrorCode::does_not_fit,
+            fmt::format("--device-blocks {}: the run needs {}, {} {} missing", config.device_blocks,
+                        setup_.config.device_blocks, missing, missing == 1 ? "is" : "are"));
+    }
     describeRun(report_, process_, options_, setup_);
     if (!options_.lengths_from.empty())
         report_.fact("lengths_from", options_.lengths_from, "lengths from");
     if (auto measured = measureCeiling(); !measured) return tl::unexpected(measured.error());
-    warnOfWarmCache();
-    CacheConfig config = setup_.config;
-    config.device_blocks = options_.device_blocks.value_or(config.device_blocks);
-    config.host_blocks = options_.host_blocks.value_or(0);
+    warn();
     auto decode = DecodeRun::create(process_, config, options_.seed);
     if (!decode) return tl::unexpected(decode.error());
 
@@ -224,7 +241,7 @@ Result<Outcome> BenchRun::run() {
             return tl::unexpected(measured.error());
         print(report_.line(report_.rows().back()));
     }
-    report_.fact("ok", wrong_ == 0);
+    report_.result("ok", wrong_ == 0);
     const auto written = process_.rank() == 0 ? destination_.write(report_) : Result<void>();
     if (auto agreed = agree(process_, written); !agreed) return tl::unexpected(agreed.error());
     if (wrong_ == 0) return Outcome{};
@@ -272,7 +289,7 @@ Result<void> BenchRun::measure(DecodeRun& decode, const Batch& batch) {
     Row row = timings(batch, slowest(times));
     progress_.begin(fmt::format("context {}: checking", batch.context));
     check(spot_check.compare(batch.lengths, errorBound(setup_.config.output_format),
-                             process_.threads()),
+                             process_.threads(), [&](std::size_t) { process_.barrier(); }),
           row);
     report_.row(std::move(row));
     return {};
@@ -345,7 +362,7 @@ int runBench(int argc, char** argv) {
     DecodeOptions options;
     const auto parsed = commandLine(options).parse(argc, argv);
     if (!parsed) return refuse(argc, argv, parsed.error());
-    if (parsed->answer) return std::fputs(parsed->answer->c_str(), stdout) < 0 ? 1 : 0;
+    if (parsed->answer) return answer(*parsed->answer);
     const auto body = [&](Process& process) -> Result<Outcome> {
         auto destination = openDestination(process, options.json, options.csv);
         if (!destination) return tl::unexpected(destination.error());

@@ -29,8 +29,11 @@ Result<Geometry> decodedGeometry(const ModelConfig& model, const DecodeOptions& 
     }
     auto geometry = decodableGeometry(model, longest);
     if (geometry && options.layers > 0) geometry = firstLayers(*geometry, options.layers);
-    if (geometry && options.share_of > 1) geometry = shareOf(*geometry, options.share_of);
-    return geometry;
+    if (!geometry || options.share_of == 1) return geometry;
+    return shareOf(*geometry, options.share_of).map_error([](Failure refused) {
+        refused.message = "--share-of: " + refused.message;
+        return refused;
+    });
 }
 
 Result<std::vector<Batch>> makeBatches(const DecodeOptions& options, std::int64_t decoded) {
@@ -124,7 +127,7 @@ void declareDecodeFlags(CommandLine& line, DecodeOptions& options, const std::st
                intInto(options.timeout_s, 1, 1 << 20))
         .value("json", "FILE|-", "write the results as JSON", textInto(options.json))
         .value("csv", "FILE", "write the rows as CSV", textInto(options.csv))
-        .flag("progress", "say on stderr how far it is (when stderr is a terminal)",
+        .flag("progress", "say on stderr how far it is (unasked when that is a terminal)",
               options.progress);
 }
 

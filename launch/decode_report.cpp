@@ -40,7 +40,7 @@ void describeCache(Report& report, const Process& process, const DecodeSetup& se
     report.fact("device", std::string(name(process.device())));
     report.fact("transport", std::string(name(process.transport())));
     report.fact("grid", grid);
-    report.fact("kv_format", std::string(name(config.kv_format)));
+    report.fact("kv_dtype", std::string(name(config.kv_format)));
     report.fact("layout", std::string(name(config.layout)));
     report.fact("block_size_tokens", std::int64_t{config.block_size});
 }

@@ -21,9 +21,7 @@ Result<Step> granted(Result<Step> step) {
     if (!step) return step;
     for (const Answer& answer : step->answers()) {
         if (answer.status == Answer::Status::done) continue;
-        return failure(ErrorCode::does_not_fit,
-                       fmt::format("{} ({})", answer.why,
-                                   answer.status == Answer::Status::wait ? "now" : "ever"));
+        return failure(ErrorCode::does_not_fit, answer.why);
     }
     return step;
 }

@@ -6,9 +6,11 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <optional>
+#include <thread>
 #include <utility>
 
 namespace kvgrid::launch {
@@ -82,14 +84,6 @@ Result<void> writeAll(std::FILE* out, std::string_view text) {
     return invalid(fmt::format("--json -: cannot write stdout: {}", std::strerror(errno)));
 }
 
-// The rank that MPI's launcher gave this process, before MPI is initialised; 0 without a launcher.
-int launcherRank() {
-    for (const char* name : {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"}) {
-        if (const char* rank = std::getenv(name)) return std::atoi(rank);
-    }
-    return 0;
-}
-
 // Before the arguments are known to be right.
 bool wantsJsonOnStdout(int argc, const char* const* argv) {
     for (int i = 1; i < argc; ++i) {
@@ -142,10 +136,22 @@ int verdict(std::FILE* out, int code, std::string_view reason) {
     return code;
 }
 
+int launcherRank() {
+    for (const char* name : {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"}) {
+        if (const char* rank = std::getenv(name)) return std::atoi(rank);
+    }
+    return 0;
+}
+
 int refuse(int argc, const char* const* argv, const Failure& failure, Speaker speaker) {
     const int code = exitCode(failure.code);
     const int rank = launcherRank();
-    if (rank != 0 && speaker == Speaker::first_rank) return code;
+    if (rank != 0 && speaker == Speaker::first_rank) {
+        // The launcher ends all ranks at the first exit code that is not 0: the first rank's
+        // verdict must be out by then. When it is, the launcher cuts this short.
+        std::this_thread::sleep_for(std::chrono::seconds(1));
+        return code;
+    }
     std::string line = fmt::format("kvgrid {}: {}\n", argv[0], failure.message);
     if (rank != 0) line = fmt::format("[rank {}] {}", rank, line);
     if (failure.code == ErrorCode::invalid_argument && rank == 0) {

@@ -37,6 +37,10 @@ private:
 // The last line: "OK" for code 0, else "FAILED: reason". Returns `code`.
 int verdict(std::FILE* out, int code, std::string_view reason = "");
 
+// What the MPI launcher says this process's rank is, before MPI is initialised; 0 without a
+// launcher.
+[[nodiscard]] int launcherRank();
+
 // Who says why a subcommand ends without a result.
 enum class Speaker {
     first_rank,  // all ranks know it: only the first prints

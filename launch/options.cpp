@@ -1,11 +1,15 @@
 #include "launch/options.h"
 
-#include <fmt/core.h>
-#include <kvgrid/version.h>
 #include <algorithm>
 #include <array>
 #include <charconv>
+
+#define CXXOPTS_NO_REGEX  // its own parser does the same, without the false warnings of <regex>
 #include <cxxopts.hpp>
+
+#include <fmt/core.h>
+
+#include <kvgrid/version.h>
 
 #include "launch/git_hash.h"
 
@@ -209,7 +213,7 @@ struct CommandLine::State {
     std::vector<std::string> notes;
 };
 
-CommandLine::CommandLine(std::string command, std::string purpose)
+CommandLine::CommandLine(const std::string& command, const std::string& purpose)
     : state_(std::make_unique<State>(command, purpose)) {
     state_->options.custom_help("[--flag VALUE]...").set_width(100);
     state_->options.add_options()("help", "print this and exit")("version",

@@ -91,7 +91,7 @@ enum class Need : std::uint8_t { optional, required };
 class CommandLine {
 public:
     // --help and --version are there already.
-    CommandLine(std::string command, std::string purpose);
+    CommandLine(const std::string& command, const std::string& purpose);
     ~CommandLine();
     CommandLine(CommandLine&&) noexcept;
     CommandLine& operator=(CommandLine&&) noexcept;

@@ -42,6 +42,11 @@ int runOnRanks(int argc, char** argv, const ProcessOptions& options, bool text_o
     }
 }
 
+int answer(const std::string& text) {
+    if (launcherRank() == 0) std::fputs(text.c_str(), stdout);
+    return 0;
+}
+
 Result<void> agree(Process& process, const Result<void>& mine) {
     // Nothing where all is well, else the code as one character and the message.
     std::string said;

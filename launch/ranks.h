@@ -28,6 +28,9 @@ struct Outcome {
                              bool text_on_stderr,
                              const std::function<Result<Outcome>(Process&)>& body);
 
+// Prints the text of --help or --version, once however many ranks were started. Returns 0.
+int answer(const std::string& text);
+
 // Collective. The failure of the lowest rank that has one, on every rank.
 [[nodiscard]] Result<void> agree(Process& process, const Result<void>& mine);
 

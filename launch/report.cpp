@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "launch/git_hash.h"
 
@@ -153,7 +154,7 @@ std::string percent(const Cell& cell) {
 std::string bytes(const Cell& cell) {
     const auto* value = std::get_if<std::int64_t>(&cell);
     if (value == nullptr) return plain(cell);
-    if (std::abs(*value) < 1024) return fmt::format("{}", *value);
+    if (*value > -1024 && *value < 1024) return fmt::format("{}", *value);
     return fmt::format("{} ({})", *value, humanBytes(*value));
 }
 

@@ -9,6 +9,13 @@
 
 namespace kvgrid::launch {
 
+namespace {
+
+// The same on ranks with more threads and with fewer.
+constexpr std::size_t units_at_once = 16;
+
+}  // namespace
+
 SpotCheck::SpotCheck(const Reference& reference, std::vector<Unit> units, int steps)
     : reference_(&reference),
       units_(std::move(units)),
@@ -31,18 +38,24 @@ void SpotCheck::take(int layer, int step, std::span<const float> out) {
 }
 
 SpotCheck::Found SpotCheck::compare(std::span<const std::int64_t> lengths, double bound,
-                                    int threads) const {
+                                    int threads,
+                                    const std::function<void(std::size_t)>& compared) const {
     Found all;
     std::mutex mutex;
-    parallelFor(threads, static_cast<std::int64_t>(units_.size()), [&](std::int64_t i) {
-        const auto index = static_cast<std::size_t>(i);
-        const auto key = static_cast<std::size_t>(units_[index].key);
-        const Found found = compareUnit(index, lengths[key], bound);
-        const std::lock_guard lock(mutex);
-        all.checked += found.checked;
-        all.wrong += found.wrong;
-        all.max_rel_error = std::max(all.max_rel_error, found.max_rel_error);
-    });
+    for (std::size_t done = 0; done < units_.size();) {
+        const std::size_t count = std::min(units_at_once, units_.size() - done);
+        parallelFor(threads, static_cast<std::int64_t>(count), [&](std::int64_t i) {
+            const std::size_t index = done + static_cast<std::size_t>(i);
+            const auto key = static_cast<std::size_t>(units_[index].key);
+            const Found found = compareUnit(index, lengths[key], bound);
+            const std::lock_guard lock(mutex);
+            all.checked += found.checked;
+            all.wrong += found.wrong;
+            all.max_rel_error = std::max(all.max_rel_error, found.max_rel_error);
+        });
+        done += count;
+        if (compared) compared(done);
+    }
     return all;
 }
 

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -24,9 +25,10 @@ public:
         std::int64_t wrong = 0;    // of those, with an error beyond the bound
         double max_rel_error = 0;
     };
-    // lengths[i]: tokens of sequence i at the last step.
-    [[nodiscard]] Found compare(std::span<const std::int64_t> lengths, double bound,
-                                int threads) const;
+    // lengths[i]: tokens of sequence i at the last step. `compared` is told how many units are
+    // done, every 16 of them and at the end: a place where ranks can meet, so that none waits long.
+    [[nodiscard]] Found compare(std::span<const std::int64_t> lengths, double bound, int threads,
+                                const std::function<void(std::size_t)>& compared = {}) const;
 
     [[nodiscard]] const std::vector<Unit>& units() const noexcept { return units_; }
 

@@ -198,16 +198,19 @@ void readAzure(const std::vector<Line>& lines, Trace& trace) {
     }
 }
 
-// The least power of two that explains every row's count of ids as whole or started blocks.
+// The least power of two of which every row's input has as many started, or as many whole, blocks
+// as ids: some traces give the last, partial block an id, some do not.
 std::int64_t impliedTokens(const std::vector<TraceRequest>& requests) {
-    for (std::int64_t tokens = 1; tokens <= 1 << 16; tokens *= 2) {
-        const bool explains =
-            std::all_of(requests.begin(), requests.end(), [&](const TraceRequest& request) {
-                const auto ids = static_cast<std::int64_t>(request.hash_ids.size());
-                return ids ==
-                       request.input_length / tokens + (request.input_length % tokens != 0 ? 1 : 0);
-            });
-        if (explains) return tokens;
+    constexpr std::int64_t most_tokens = 1 << 16;
+    const auto explains = [&](std::int64_t tokens, std::int64_t rounding) {
+        return std::all_of(requests.begin(), requests.end(), [=](const TraceRequest& request) {
+            const std::int64_t blocks =
+                request.input_length / tokens + (request.input_length % tokens + rounding) / tokens;
+            return blocks == static_cast<std::int64_t>(request.hash_ids.size());
+        });
+    };
+    for (std::int64_t tokens = 1; tokens <= most_tokens; tokens *= 2) {
+        if (explains(tokens, tokens - 1) || explains(tokens, 0)) return tokens;
     }
     return 0;
 }

@@ -43,7 +43,7 @@ std::vector<Column> columns() {
             {"vectors_checked", "checked", ""},
             {"max_rel_error", "max error", "relative", scientific},
             {"stored_wrong", "stored", "wrong"},
-            {"replayed", "replayed", "vectors"},
+            {"replayed", "replayed", "outputs"},
             {"replayed_different", "different", ""},
             {"offloaded_blocks", "offloaded", "blocks"},
             {"distinct_offloaded_blocks", "distinct", "blocks"},
@@ -140,8 +140,8 @@ struct Run {
     Process& process;
 };
 
-Result<Outcome> report(const Run& run, const Destination& destination, Report& report,
-                       const std::vector<Findings>& findings, const Digest& overall) {
+Result<Outcome> conclude(const Run& run, const Destination& destination, Report& report,
+                         const std::vector<Findings>& findings, const Digest& overall) {
     double max_rel_error = 0;
     for (const Findings& found : findings) {
         max_rel_error = std::max(max_rel_error, found.max_rel_error);
@@ -157,10 +157,10 @@ Result<Outcome> report(const Run& run, const Destination& destination, Report& r
     if (isPlanted("digest") && run.process.rank() + 1 == run.process.size()) digest.back() ^= 1;
     const double bound = errorBound(NumberFormat::fp32);
     const std::string wrong = wrongness(run.process, findings, bound, digest);
-    report.fact("max_rel_error", max_rel_error);
-    report.fact("max_rel_error_bound", bound);
-    report.fact("output_digest", digest);
-    report.fact("ok", wrong.empty());
+    report.result("max_rel_error", max_rel_error);
+    report.result("max_rel_error_bound", bound);
+    report.result("output_digest", digest);
+    report.result("ok", wrong.empty());
 
     Result<void> written;
     if (run.process.rank() == 0) {
@@ -202,7 +202,7 @@ Result<Outcome> verify(const Run& run) {
     }
     Report results("verify", commandArguments(run.argc, run.argv), columns());
     describeRun(results, run.process, run.options, *setup);
-    return report(run, *destination, results, findings, overall);
+    return conclude(run, *destination, results, findings, overall);
 }
 
 }  // namespace
@@ -211,10 +211,7 @@ int runVerify(int argc, char** argv) {
     DecodeOptions options;
     const auto parsed = commandLine(options).parse(argc, argv);
     if (!parsed) return refuse(argc, argv, parsed.error());
-    if (parsed->answer) {
-        std::fputs(parsed->answer->c_str(), stdout);
-        return 0;
-    }
+    if (parsed->answer) return answer(*parsed->answer);
     return runOnRanks(argc, argv, processOptions(options), options.json == "-",
                       [&](Process& process) {
                           return verify({argc, argv, options, process});

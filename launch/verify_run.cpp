@@ -14,7 +14,7 @@ namespace kvgrid::launch {
 namespace {
 
 // Multiplications and additions that the oracle does over all ranks before it turns to a sample.
-constexpr double most_oracle_work = 2e10;
+constexpr double most_oracle_work = 1e10;
 
 std::uint64_t digestOf(std::span<const float> values) {
     return XXH3_64bits(values.data(), values.size_bytes());
@@ -73,6 +73,7 @@ VerifyRun::VerifyRun(Process& process, const DecodeOptions& options, const Decod
                 static_cast<std::size_t>(setup.headDim())) {}
 
 Result<void> VerifyRun::fill(DecodeRun& run, const Batch& batch) {
+    progress_.begin(fmt::format("context {}: filling", batch.context));
     const std::int64_t filled = batch.context - setup_.decoded;
     for (std::size_t sequence = 0; sequence < batch.lengths.size(); ++sequence) {
         const auto filling = [&](std::int64_t tokens) {
@@ -118,10 +119,13 @@ Result<DecodedTogether> VerifyRun::decodeTogether(DecodeRun& run, const Batch& b
     together.first_sequence_digest = first_sequence.value();
     together.vectors = std::int64_t{setup_.config.geometry.layers} * options_.batch *
                        run.heads().query_heads * options_.steps;
-    progress_.begin(fmt::format("context {}: the oracle computes {} KV heads", batch.context,
-                                spot_check.units().size()));
+    const auto compared = [&](std::size_t units) {
+        process_.barrier();
+        progress_.update(fmt::format("context {}: the oracle computed {} of {} KV heads",
+                                     batch.context, units, spot_check.units().size()));
+    };
     together.found = spot_check.compare(batch.lengths, errorBound(setup_.config.output_format),
-                                        process_.threads());
+                                        process_.threads(), compared);
     together.stored_wrong = compareStored(run, batch.context, spot_check.units());
     run.releaseSequences();
     return together;
@@ -172,6 +176,9 @@ Result<DecodedInTurns> VerifyRun::decodeInTurns(const Batch& batch,
     auto run = DecodeRun::create(process_, config, options_.seed);
     if (!run) return tl::unexpected(run.error());
     if (isPlanted("replay")) run->plantFault();
+    progress_.begin(fmt::format("context {}: again in turns, {} of {} device blocks", batch.context,
+                                config.device_blocks,
+                                config.max_sequences * setup_.blocksOf(batch.context)));
 
     const auto sequences = static_cast<std::size_t>(config.max_sequences);
     const std::int64_t filled = batch.context - setup_.decoded;

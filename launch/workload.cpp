@@ -58,7 +58,8 @@ Workload::Workload(std::uint64_t seed, NumberFormat input_format, int head_dim)
     // A byte has variance (256^2 - 1) / 12.
     const double deviation = std::sqrt(4.0 * (256.0 * 256.0 - 1.0) / 12.0);
     for (int sum = 0; sum < sums; ++sum) {
-        const auto value = static_cast<float>((sum - sums / 2) / deviation);
+        const int centred = sum - sums / 2;
+        const auto value = static_cast<float>(centred / deviation);
         const Rounded rounded = roundTo(format_, value);
         as_float_[static_cast<std::size_t>(sum)] = rounded.value;
         as_bits_[static_cast<std::size_t>(sum)] = rounded.bits;

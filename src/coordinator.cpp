@@ -78,10 +78,12 @@ Coordinator::State::State(const CoordinatorConfig& config)
 }
 
 void Coordinator::State::beginStep() {
-    for (const RunRecord& run : runs) {
-        Sequence& sequence = sequenceAt(run.slot);
+    // From the last to the first: when a batch that ran together does not fit any more, the end of
+    // it waits. The other way round each run would take its blocks from the next one in line.
+    for (auto run = runs.rbegin(); run != runs.rend(); ++run) {
+        Sequence& sequence = sequenceAt(run->slot);
         sequence.in_step = false;
-        if (sequence.device_blocks > 0) cold.put(run.slot, sequence.paused, sequence.priority);
+        if (sequence.device_blocks > 0) cold.put(run->slot, sequence.paused, sequence.priority);
     }
     for (Pool& pool : pools)
         pool.pinned = 0;

@@ -69,6 +69,7 @@ std::int64_t Coordinator::State::coveredLength(std::int32_t slot) const {
 void Coordinator::State::fetch(Pool& pool, std::int32_t slot, Demand demand) {
     std::int32_t victim = cold.coldest();
     while (demand.offload > 0 || demand.restore > 0) {
+        const std::int64_t before = demand.offload + demand.restore;
         while (demand.offload > 0 && pool.host.free() > 0) {
             const std::int32_t next = cold.after(victim);
             if (tableOf(pool, victim).on_device > 0) {
@@ -82,6 +83,9 @@ void Coordinator::State::fetch(Pool& pool, std::int32_t slot, Demand demand) {
         while (demand.restore > 0 && pool.device.free() > 0) {
             restoreBlock(pool, slot);
             --demand.restore;
+        }
+        if (demand.offload + demand.restore == before) {
+            throw Error(ErrorCode::internal, "coordinator: no block can move");
         }
     }
     while (demand.fresh > 0) {

@@ -13,15 +13,16 @@
 
 namespace kvgrid {
 
+// The same on every rank.
 struct ProcessOptions {
-    std::optional<DeviceKind> device =
-        std::nullopt;  // none: a GPU when this build and node have one
-    std::optional<TransportKind> transport =
-        std::nullopt;  // none: NCCL between GPUs, MPI otherwise
-    std::chrono::milliseconds timeout{
-        60'000};  // of one collective operation; past it the job ends with code 5
-    int threads =
-        0;  // CPU threads of this rank; 0: its affinity mask / ranks of the node that share it
+    // None: a GPU when this build and node have one.
+    std::optional<DeviceKind> device = std::nullopt;
+    // None: NCCL between GPUs, MPI otherwise.
+    std::optional<TransportKind> transport = std::nullopt;
+    // Of one collective operation; past it the job ends with code 5.
+    std::chrono::milliseconds timeout{60'000};
+    // CPU threads of this rank; 0: its affinity mask / ranks of the node that share it.
+    int threads = 0;
 };
 
 // For the preamble of a report.
@@ -40,7 +41,9 @@ struct ProcessState;  // what the library's own floors see (comm/process.h)
 class Process {
 public:
     // Starts MPI (unless it runs already), binds the device and starts the watchdog. Every rank
-    // returns the same verdict. unavailable: the device or transport that was asked for is missing.
+    // returns the same verdict. unavailable: the device or transport that was asked for is missing
+    // (MPI is left as it was when this build has none), or MPI has ended in this process already.
+    // invalid_argument: an option out of range, or options that differ between ranks.
     // A second living Process throws Error.
     [[nodiscard]] static Result<Process> start(int& argc, char**& argv,
                                                const ProcessOptions& options = {});
@@ -50,8 +53,9 @@ public:
 
     Process(Process&& other) noexcept;
     Process& operator=(Process&&) = delete;
-    // Ends MPI with all ranks together. While an exception unwinds it leaves at once instead, with
-    // MPI_Abort: the others might wait for this rank.
+    // Ends MPI with all ranks together (when start started it). While an exception unwinds it
+    // leaves at once instead, with MPI_Abort and code 1: the others might wait for this rank. To
+    // end with an Error's own code, catch it where the Process lives and call abort.
     ~Process();
 
     [[nodiscard]] int rank() const noexcept;

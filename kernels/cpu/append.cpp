@@ -40,7 +40,8 @@ public:
         const Run* run = params_.runs;
         std::int64_t run_begin = 0;
         for (std::int64_t row = begin; row < end; ++row) {
-            while (row >= run_begin + run->rows) run_begin += (run++)->rows;
+            while (row >= run_begin + run->rows)
+                run_begin += (run++)->rows;
             if (params_.q != nullptr) rotateQuery(run->first_row + row - run_begin);
             writeToken(*run, row - run_begin);
         }

@@ -30,10 +30,13 @@ public:
           scratch_(scratch),
           group_(params_.query_heads / params_.kv_heads),
           query_rows_(unit.rows * group_),
+          ahead_(std::clamp(bytes_ahead / (params_.head_dim * 2), 1, AttendScratch::most_ahead)),
           first_position_(unit.run->first_position + unit.first_row),
           last_position_(first_position_ + unit.rows - 1) {}
 
     void run() {
+        scratch_.tokens[0].stripe = no_stripe;
+        scratch_.tokens[1].stripe = no_stripe;
         stageQueries();
         const bool any = foldLanes(unit_.first_lane, unit_.lane_stride, 0);
         for (int r = 0; r < unit_.rows; ++r)
@@ -41,10 +44,19 @@ public:
     }
 
 private:
+    static constexpr std::int64_t no_stripe = -1;
+    // Enough for the memory's latency at its full rate, and a small part of the first-level cache.
+#ifndef BA
+#define BA 8192
+#endif
+    static constexpr int bytes_ahead = BA;
+
     float* slotOut(int slot) const {
         return scratch_.out + static_cast<std::ptrdiff_t>(slot) * query_rows_ * params_.head_dim;
     }
-    float* slotLse(int slot) const { return scratch_.lse + slot * max_unit_rows; }
+    float* slotLse(int slot) const {
+        return scratch_.lse + slot * max_unit_rows;
+    }
 
     void stageQueries() {
         for (int r = 0; r < unit_.rows; ++r) {
@@ -100,25 +112,51 @@ private:
     }
 
     bool leaf(std::int64_t stripe, int slot) {
-        const int tokens = findTokens(stripe);
-        if (tokens == 0) return false;
-        findLimits(stripe, tokens);
-        const Stripe view{.keys = scratch_.keys,
-                          .tokens = tokens,
-                          .value_offset = pool_.value_offset,
-                          .head_dim = params_.head_dim,
-                          .scale = params_.scale};
+        const StripeTokens& tokens = takeTokens(stripe);
+        if (tokens.count == 0) return false;
+        findLimits(tokens);
+        Stripe view{.rows = scratch_.rows,
+                    .tokens = tokens.count,
+                    .head_dim = params_.head_dim,
+                    .scale = params_.scale,
+                    .ahead = ahead_};
         for (int r = 0; r < query_rows_; r += AttendScratch::rows_at_once) {
             const std::ptrdiff_t at = static_cast<std::ptrdiff_t>(r) * params_.head_dim;
             attendStripe<format>(view, scratch_.q + at, scratch_.limits + r,
                                  std::min(AttendScratch::rows_at_once, query_rows_ - r), scratch_,
                                  slotOut(slot) + at, slotLse(slot) + r);
+            view.ahead = 0;  // fetched already
         }
         return true;
     }
 
+    // The stripe's tokens, their rows in scratch_.rows, with those of the next stripe behind.
+    const StripeTokens& takeTokens(std::int64_t stripe) {
+        StripeTokens* current = &scratch_.tokens[0];
+        StripeTokens* next = &scratch_.tokens[1];
+        if (next->stripe == stripe) std::swap(current, next);
+        if (current->stripe != stripe) findTokens(stripe, *current);
+        const std::int64_t next_stripe = stripeAfter(stripe);
+        if (next_stripe != no_stripe)
+            findTokens(next_stripe, *next);
+        else
+            next->count = 0;
+        if (current->count > 0) listRows(*current, *next);
+        return *current;
+    }
+
+    void listRows(const StripeTokens& current, const StripeTokens& next) {
+        const std::byte** row = std::copy_n(current.keys, current.count, scratch_.rows);
+        for (int t = 0; t < current.count; ++t)
+            *row++ = current.keys[t] + pool_.value_offset;
+        constexpr int behind = AttendScratch::most_ahead + AttendScratch::padding;
+        const int known = std::min(behind, next.count);
+        row = std::copy_n(next.keys, known, row);
+        std::fill_n(row, behind - known, row[-1]);
+    }
+
     // Lists the stripe's tokens up to the unit's last position whose blocks exist.
-    int findTokens(std::int64_t stripe) {
+    void findTokens(std::int64_t stripe, StripeTokens& tokens) const {
         const std::int64_t begin = stripe * stripe_tokens;
         const std::int64_t end = std::min(begin + stripe_tokens, last_position_ + 1);
         int count = 0;
@@ -131,26 +169,41 @@ private:
             if (block != no_block) {
                 const std::byte* key = keyRow(pool_, params_.layer, block, unit_.kv_head, within);
                 for (std::int64_t p = position; p < next; ++p, key += pool_.token_stride) {
-                    scratch_.keys[count] = key;
-                    scratch_.offsets[count] = static_cast<std::int16_t>(p - begin);
+                    tokens.keys[count] = key;
+                    tokens.offsets[count] = static_cast<std::int16_t>(p - begin);
                     ++count;
                 }
             }
             position = next;
         }
-        if (count > 0)
-            std::fill_n(scratch_.keys + count, AttendScratch::padding, scratch_.keys[count - 1]);
-        return count;
+        tokens.stripe = stripe;
+        tokens.count = count;
     }
 
-    // How many of the listed tokens each query row sees.
-    void findLimits(std::int64_t stripe, int tokens) {
+    // The stripe whose leaf comes after this one's, or no_stripe.
+    std::int64_t stripeAfter(std::int64_t stripe) const {
+        const std::int64_t last_stripe = last_position_ / stripe_tokens;
+        if (stripe + lane_count <= last_stripe) return stripe + lane_count;
+        // Lanes come in the order of their reversed bits: count up from the highest bit.
+        int lane = static_cast<int>(stripe % lane_count);
+        do {
+            int bit = lane_count / 2;
+            for (; bit >= unit_.lane_stride && (lane & bit) != 0; bit /= 2)
+                lane ^= bit;
+            if (bit < unit_.lane_stride) return no_stripe;
+            lane |= bit;
+        } while (lane > last_stripe);
+        return lane;
+    }
+
+    // How many of the stripe's tokens each query row sees.
+    void findLimits(const StripeTokens& tokens) {
         for (int r = 0; r < unit_.rows; ++r) {
-            const std::int64_t last = first_position_ + r - stripe * stripe_tokens;
+            const std::int64_t last = first_position_ + r - tokens.stripe * stripe_tokens;
             const auto* const end =
-                std::upper_bound(scratch_.offsets, scratch_.offsets + tokens, last);
+                std::upper_bound(tokens.offsets, tokens.offsets + tokens.count, last);
             std::fill_n(scratch_.limits + r * group_, group_,
-                        static_cast<int>(end - scratch_.offsets));
+                        static_cast<int>(end - tokens.offsets));
         }
     }
 
@@ -175,6 +228,7 @@ private:
     AttendScratch& scratch_;
     int group_;
     int query_rows_;
+    int ahead_;
     std::int64_t first_position_;
     std::int64_t last_position_;
 };

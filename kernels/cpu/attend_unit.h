@@ -30,19 +30,29 @@ struct AttendUnit {
     float* lse = nullptr;
 };
 
+// The tokens of a stripe whose blocks exist, up to the unit's last position.
+struct StripeTokens {
+    std::int64_t stripe;
+    int count;
+    const std::byte* keys[stripe_tokens];  // K rows
+    std::int16_t offsets[stripe_tokens];   // positions in the stripe
+};
+
 // Where one thread works. Query rows lie in order of row, then head.
 struct alignas(64) AttendScratch {
     static constexpr int rows_at_once = 16;  // rows whose scores are held at a time
     static constexpr int padding = 16;       // what a tile or vector may run over an end
+    static constexpr int most_ahead = 64;    // rows that are fetched before they are used
     static constexpr int fold_levels = 46;   // lanes 2^6, stripes of a lane below 2^40
     static constexpr int score_stride = stripe_tokens + padding;
 
     float q[(max_unit_rows + padding) * max_head_dim];
     float scores[rows_at_once * score_stride];
     float sums[rows_at_once * max_head_dim];
-    const std::byte* keys[stripe_tokens + padding];  // K rows of the present tokens of a stripe
-    std::int16_t offsets[stripe_tokens];             // their positions in the stripe
-    int limits[max_unit_rows + padding];             // how many of them a query row sees
+    StripeTokens tokens[2];  // of the stripe in work and the next
+    // K rows of the stripe in work, its V rows, then the first K rows of the next.
+    const std::byte* rows[2 * stripe_tokens + most_ahead + padding];
+    int limits[max_unit_rows + padding];  // how many of its tokens a query row sees
     float lse[(fold_levels + 1) * max_unit_rows];
     float out[(fold_levels + 1) * max_unit_rows * max_head_dim];
 };

@@ -1,6 +1,6 @@
 #include "kernels/cpu/convert.h"
 
-#include <cstring>
+#include <algorithm>
 #include <string>
 
 #include <kvgrid/error.h>
@@ -93,7 +93,7 @@ void toFloats(NumberFormat format, const void* from, std::int64_t count, float* 
     const auto* const bits = static_cast<const std::uint16_t*>(from);
     switch (format) {
     case NumberFormat::fp32:
-        std::memcpy(to, from, static_cast<std::size_t>(count) * sizeof(float));
+        std::copy_n(static_cast<const float*>(from), count, to);
         return;
     case NumberFormat::fp16:
         HWY_DYNAMIC_DISPATCH(fp16ToFloats)(bits, count, to);
@@ -112,7 +112,7 @@ void fromFloats(NumberFormat format, const float* from, std::int64_t count, void
     auto* const bits = static_cast<std::uint16_t*>(to);
     switch (format) {
     case NumberFormat::fp32:
-        std::memcpy(to, from, static_cast<std::size_t>(count) * sizeof(float));
+        std::copy_n(from, count, static_cast<float*>(to));
         return;
     case NumberFormat::fp16:
         HWY_DYNAMIC_DISPATCH(fp16FromFloats)(from, count, bits);

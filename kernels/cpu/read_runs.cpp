@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <atomic>
+#include <numeric>
 
 #include "kernels/cpu/cpu_device.h"
 #include "kernels/cpu/operations.h"
@@ -33,7 +34,9 @@ std::uint64_t sumOfRun(const std::byte* data, std::int64_t bytes) {
         c = hn::Add(c, hn::LoadU(tag, numbers + i + 2 * step));
         d = hn::Add(d, hn::LoadU(tag, numbers + i + 3 * step));
     }
-    return hn::GetLane(hn::SumOfLanes(tag, hn::Add(hn::Add(a, b), hn::Add(c, d))));
+    HWY_ALIGN std::uint64_t lanes[step];
+    hn::StoreU(hn::Add(hn::Add(a, b), hn::Add(c, d)), tag, lanes);
+    return std::accumulate(lanes, lanes + step, std::uint64_t{0});
 }
 
 }  // namespace kvgrid::cpu::HWY_NAMESPACE

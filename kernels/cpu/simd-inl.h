@@ -9,6 +9,7 @@
 
 #include <hwy/highway.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "kernels/number_formats.h"
@@ -62,19 +63,6 @@ struct StoredVectors<NumberFormat::fp16> {
         const FloatTag tag;
 #if HWY_TARGET == HWY_SCALAR
         return hn::Set(tag, fp16ToFloat(*from));
-#elif HWY_TARGET == HWY_SSE4
-        // No conversion instruction. 2^112 rebiases the exponent, and is exact for subnormals too.
-        const hn::Rebind<std::uint16_t, FloatTag> narrow;
-        const hn::RebindToUnsigned<FloatTag> wide;
-        const auto bits = hn::PromoteTo(wide, hn::LoadU(narrow, from));
-        const auto magnitude = hn::And(bits, hn::Set(wide, 0x7FFFU));
-        const auto shifted = hn::ShiftLeft<13>(magnitude);
-        const auto finite =
-            hn::BitCast(wide, hn::Mul(hn::BitCast(tag, shifted), hn::Set(tag, 0x1p112F)));
-        const auto special = hn::Or(shifted, hn::Set(wide, 0x7F800000U));
-        const auto value =
-            hn::IfThenElse(hn::Gt(magnitude, hn::Set(wide, 0x7BFFU)), special, finite);
-        return hn::BitCast(tag, hn::Or(value, hn::ShiftLeft<16>(hn::Xor(bits, magnitude))));
 #else
         const hn::Rebind<hwy::float16_t, FloatTag> narrow;
         return hn::PromoteTo(tag, hn::LoadU(narrow, reinterpret_cast<const hwy::float16_t*>(from)));
@@ -87,7 +75,7 @@ struct StoredVectors<NumberFormat::fp16> {
     }
 };
 
-// Vectors that one call of sumTile sums.
+// Vectors that one call of storeSums sums.
 inline constexpr int tile_vectors = vector_lanes < 4 ? 4 : vector_lanes;
 
 #if HWY_TARGET != HWY_SCALAR
@@ -112,15 +100,48 @@ HWY_INLINE Floats sumHalves(Floats low, Floats high) {
     return hn::Add(hn::ConcatLowerLower(tag, high, low), hn::ConcatUpperUpper(tag, high, low));
 }
 #endif
+
+// Stores runs of `run` lanes to `to`, to + stride, ...
+template <int run>
+HWY_INLINE void storeRuns(Floats vector, std::ptrdiff_t stride, float* HWY_RESTRICT to) {
+    if constexpr (run == vector_lanes) {
+        hn::StoreU(vector, FloatTag(), to);
+#if HWY_CAP_GE512
+    } else if constexpr (run == 8) {
+        const hn::Half<FloatTag> half;
+        hn::StoreU(hn::LowerHalf(half, vector), half, to);
+        hn::StoreU(hn::UpperHalf(half, vector), half, to + stride);
+    } else if constexpr (run == 4) {
+        const hn::Half<FloatTag> half;
+        const hn::Half<decltype(half)> quarter;
+        const auto low = hn::LowerHalf(half, vector);
+        const auto high = hn::UpperHalf(half, vector);
+        hn::StoreU(hn::LowerHalf(quarter, low), quarter, to);
+        hn::StoreU(hn::UpperHalf(quarter, low), quarter, to + stride);
+        hn::StoreU(hn::LowerHalf(quarter, high), quarter, to + 2 * stride);
+        hn::StoreU(hn::UpperHalf(quarter, high), quarter, to + 3 * stride);
+#endif
+    } else {
+        HWY_ALIGN float lanes[vector_lanes];
+        hn::Store(vector, FloatTag(), lanes);
+        for (int i = 0; i < vector_lanes; ++i)
+            to[i / run * stride + i % run] = lanes[i];
+    }
+}
 #endif
 
-// sums[i] = the sum of the lanes of vectors[i]. The tree of additions is the same for each i.
-HWY_INLINE void sumTile(const Floats* vectors, float* HWY_RESTRICT sums) {
+// sums[i] = factor * the sum of the lanes of vectors[i], with the same tree of additions for each
+// i. Runs of `run` sums go to `to`, to + stride, ...
+template <int run>
+HWY_INLINE void storeSums(const Floats* vectors, float factor, std::ptrdiff_t stride,
+                          float* HWY_RESTRICT to) {
     const FloatTag tag;
+    const Floats factors = hn::Set(tag, factor);
 #if HWY_TARGET == HWY_SCALAR
     for (int i = 0; i < tile_vectors; ++i)
-        hn::StoreU(vectors[i], tag, sums + i);
-#elif HWY_CAP_GE512
+        hn::StoreU(hn::Mul(vectors[i], factors), tag, to + i / run * stride + i % run);
+#else
+#if HWY_CAP_GE512
     const Floats a = sumWithinBlocks(vectors);
     const Floats b = sumWithinBlocks(vectors + 4);
     const Floats c = sumWithinBlocks(vectors + 8);
@@ -129,11 +150,14 @@ HWY_INLINE void sumTile(const Floats* vectors, float* HWY_RESTRICT sums) {
     const Floats bd = sumHalves(b, d);
     const Floats upright = hn::OddEvenBlocks(bd, ac);
     const Floats crossed = hn::SwapAdjacentBlocks(hn::OddEvenBlocks(ac, bd));
-    hn::StoreU(hn::Add(upright, crossed), tag, sums);
+    const Floats sums = hn::Mul(hn::Add(upright, crossed), factors);
 #elif HWY_CAP_GE256
-    hn::StoreU(sumHalves(sumWithinBlocks(vectors), sumWithinBlocks(vectors + 4)), tag, sums);
+    const Floats sums =
+        hn::Mul(sumHalves(sumWithinBlocks(vectors), sumWithinBlocks(vectors + 4)), factors);
 #else
-    hn::StoreU(sumWithinBlocks(vectors), tag, sums);
+    const Floats sums = hn::Mul(sumWithinBlocks(vectors), factors);
+#endif
+    storeRuns<run>(sums, stride, to);
 #endif
 }
 

@@ -29,6 +29,7 @@ namespace kvgrid::cpu::HWY_NAMESPACE {
 // The order in which head_dim stored numbers lie in vectors: chunks of two vectors as StoredVectors
 // loads them, then, if there is room for only one more, one in plain order.
 inline constexpr int chunk_size = 2 * vector_lanes;
+inline constexpr bool has_odd_vector = head_dim_unit % chunk_size != 0;
 
 template <NumberFormat format>
 HWY_INLINE void toVectorOrder(const float* HWY_RESTRICT from, int head_dim,
@@ -47,8 +48,8 @@ HWY_INLINE void toVectorOrder(const float* HWY_RESTRICT from, int head_dim,
 
 // to = from * factor, in plain order.
 template <NumberFormat format>
-HWY_INLINE void fromVectorOrder(const float* HWY_RESTRICT from, int head_dim, float factor,
-                                float* HWY_RESTRICT to) {
+HWY_NOINLINE void fromVectorOrder(const float* HWY_RESTRICT from, int head_dim, float factor,
+                                  float* HWY_RESTRICT to) {
     const FloatTag tag;
     const Floats factors = hn::Set(tag, factor);
     int d = 0;
@@ -62,18 +63,30 @@ HWY_INLINE void fromVectorOrder(const float* HWY_RESTRICT from, int head_dim, fl
             hn::StoreU(second, tag, to + d + vector_lanes);
         }
     }
-    if (d < head_dim) hn::StoreU(hn::Mul(hn::LoadU(tag, from + d), factors), tag, to + d);
+    if (has_odd_vector && d < head_dim)
+        hn::StoreU(hn::Mul(hn::LoadU(tag, from + d), factors), tag, to + d);
 }
+
+// Stored numbers in a cache line.
+inline constexpr int line_elements = 32;
 
 HWY_INLINE const std::uint16_t* elements(const std::byte* row) {
     return reinterpret_cast<const std::uint16_t*>(row);
 }
 
+// Asks for the line of element d when d begins one.
+HWY_INLINE void prefetchChunk(const std::byte* row, int d) {
+    if (chunk_size >= line_elements || d % line_elements == 0)
+        for (int i = 0; i < chunk_size; i += line_elements)
+            __builtin_prefetch(elements(row) + d + i);
+}
+
 // Scores of `rows` query rows against tile_vectors / rows tokens: scale * q.k into
-// scores[row * score_stride + token].
-template <NumberFormat format, int rows>
+// scores[row * score_stride + token]. With `fetch`, each line that is read asks for one of the row
+// `ahead` rows later.
+template <NumberFormat format, int rows, bool fetch>
 HWY_INLINE void scoreTile(const float* HWY_RESTRICT q, const std::byte* const* keys, int head_dim,
-                          float scale, float* HWY_RESTRICT scores) {
+                          float scale, int ahead, float* HWY_RESTRICT scores) {
     constexpr int tokens = tile_vectors / rows;
     const FloatTag tag;
     Floats dots[tile_vectors];
@@ -85,6 +98,9 @@ HWY_INLINE void scoreTile(const float* HWY_RESTRICT q, const std::byte* const* k
         Floats second[tokens];
         for (int t = 0; t < tokens; ++t)
             StoredVectors<format>::loadPair(elements(keys[t]) + d, first[t], second[t]);
+        if constexpr (fetch)
+            for (int t = 0; t < tokens; ++t)
+                prefetchChunk(keys[t + ahead], d);
         for (int r = 0; r < rows; ++r) {
             const Floats q_first = hn::LoadU(tag, q + r * head_dim + d);
             const Floats q_second = hn::LoadU(tag, q + r * head_dim + d + vector_lanes);
@@ -94,29 +110,24 @@ HWY_INLINE void scoreTile(const float* HWY_RESTRICT q, const std::byte* const* k
             }
         }
     }
-    if (d < head_dim) {
+    if (has_odd_vector && d < head_dim) {
         for (int t = 0; t < tokens; ++t) {
             const Floats key = StoredVectors<format>::load(elements(keys[t]) + d);
+            if constexpr (fetch) prefetchChunk(keys[t + ahead], d);
             for (int r = 0; r < rows; ++r) {
                 Floats& dot = dots[r * tokens + t];
                 dot = hn::MulAdd(key, hn::LoadU(tag, q + r * head_dim + d), dot);
             }
         }
     }
-    HWY_ALIGN float sums[tile_vectors];
-    sumTile(dots, sums);
-    for (int i = 0; i < tile_vectors; ++i)
-        sums[i] *= scale;
-    for (int r = 0; r < rows; ++r)
-        std::memcpy(scores + r * AttendScratch::score_stride, sums + r * tokens,
-                    tokens * sizeof(float));
+    storeSums<tokens>(dots, scale, AttendScratch::score_stride, scores);
 }
 
 // Adds weight * v of tokens [begin, end) to the running sums of `rows` query rows, for `vectors`
 // vectors of the head dim from element d on.
-template <NumberFormat format, int rows, int vectors>
-HWY_INLINE void weighTile(const float* HWY_RESTRICT weights, const std::byte* const* keys,
-                          std::int64_t value_offset, int begin, int end, int head_dim, int d,
+template <NumberFormat format, int rows, int vectors, bool fetch>
+HWY_INLINE void weighTile(const float* HWY_RESTRICT weights, const std::byte* const* values,
+                          int begin, int end, int head_dim, int d, int ahead,
                           float* HWY_RESTRICT sums) {
     const FloatTag tag;
     Floats out[rows * vectors];
@@ -124,13 +135,17 @@ HWY_INLINE void weighTile(const float* HWY_RESTRICT weights, const std::byte* co
         for (int i = 0; i < vectors; ++i)
             out[r * vectors + i] = hn::LoadU(tag, sums + r * head_dim + d + i * vector_lanes);
     for (int t = begin; t < end; ++t) {
-        const std::uint16_t* const row = elements(keys[t] + value_offset) + d;
+        const std::uint16_t* const row = elements(values[t]) + d;
         Floats value[vectors];
         if constexpr (vectors == 1) {
             value[0] = StoredVectors<format>::load(row);
+            if constexpr (fetch) prefetchChunk(values[t + ahead], d);
         } else {
             for (int i = 0; i < vectors; i += 2)
                 StoredVectors<format>::loadPair(row + i * vector_lanes, value[i], value[i + 1]);
+            if constexpr (fetch)
+                for (int i = 0; i < vectors; i += 2)
+                    prefetchChunk(values[t + ahead], d + i * vector_lanes);
         }
         for (int r = 0; r < rows; ++r) {
             const Floats weight = hn::Set(tag, weights[r * AttendScratch::score_stride + t]);
@@ -144,16 +159,19 @@ HWY_INLINE void weighTile(const float* HWY_RESTRICT weights, const std::byte* co
 }
 
 // weighTile over the whole head dim.
-template <NumberFormat format, int rows>
-HWY_INLINE void weigh(const float* weights, const std::byte* const* keys, std::int64_t value_offset,
-                      int begin, int end, int head_dim, float* sums) {
+template <NumberFormat format, int rows, bool fetch>
+HWY_NOINLINE void weigh(const float* weights, const std::byte* const* values, int begin, int end,
+                        int head_dim, int ahead, float* sums) {
     int d = 0;
     for (; d + 2 * chunk_size <= head_dim; d += 2 * chunk_size)
-        weighTile<format, rows, 4>(weights, keys, value_offset, begin, end, head_dim, d, sums);
+        weighTile<format, rows, 4, fetch>(weights, values, begin, end, head_dim, d, ahead, sums);
     for (; d + chunk_size <= head_dim; d += chunk_size)
-        weighTile<format, rows, 2>(weights, keys, value_offset, begin, end, head_dim, d, sums);
-    if (d < head_dim)
-        weighTile<format, rows, 1>(weights, keys, value_offset, begin, end, head_dim, d, sums);
+        weighTile<format, rows, 2, fetch>(weights, values, begin, end, head_dim, d, ahead, sums);
+    if constexpr (has_odd_vector) {
+        if (d < head_dim)
+            weighTile<format, rows, 1, fetch>(weights, values, begin, end, head_dim, d, ahead,
+                                              sums);
+    }
 }
 
 struct SoftmaxSums {
@@ -162,7 +180,7 @@ struct SoftmaxSums {
 };
 
 // scores[i] = exp(scores[i] - top) for i < count, count >= 1; overwrites up to a vector beyond.
-HWY_INLINE SoftmaxSums softmax(float* HWY_RESTRICT scores, int count) {
+HWY_NOINLINE SoftmaxSums softmax(float* HWY_RESTRICT scores, int count) {
     const FloatTag tag;
     const int padded = (count + vector_lanes - 1) / vector_lanes * vector_lanes;
     for (int i = count; i < padded; ++i)
@@ -184,42 +202,59 @@ HWY_INLINE SoftmaxSums softmax(float* HWY_RESTRICT scores, int count) {
 
 // One stripe, as attendStripe sees it.
 struct Stripe {
-    const std::byte* const* keys;  // K rows of its present tokens, and readable padding behind
-    int tokens;                    // >= 1
-    std::int64_t value_offset;     // from a K row to its V row
+    // K rows of its present tokens, their V rows, and then, readable, `ahead` rows that come next
+    // and some padding.
+    const std::byte* const* rows;
+    int tokens;  // >= 1
     int head_dim;
     float scale;
+    int ahead;  // fetch the row that comes so many rows later; 0: do not
 };
 
+// Scores of `rows` query rows, from q and scores on, and the stripe's tokens [begin, end).
+template <NumberFormat format, int rows, bool fetch>
+HWY_NOINLINE void scoreRows(const Stripe& stripe, const float* q, int begin, int end,
+                            float* scores) {
+    constexpr int step = tile_vectors / rows;
+    for (int t = begin; t < end; t += step)
+        scoreTile<format, rows, fetch>(q, stripe.rows + t, stripe.head_dim, stripe.scale,
+                                       stripe.ahead, scores + t);
+}
+
 // Weighs the tokens that all of `rows` query rows see, then what some see beyond.
-template <NumberFormat format, int rows>
+template <NumberFormat format, int rows, bool fetch>
 HWY_INLINE void weighRows(const Stripe& stripe, const float* weights, const int* limits, int begin,
                           int end, float* sums) {
+    const std::byte* const* const values = stripe.rows + stripe.tokens;
     const int common = std::min(end, *std::min_element(limits, limits + rows));
     if (begin < common)
-        weigh<format, rows>(weights, stripe.keys, stripe.value_offset, begin, common,
-                            stripe.head_dim, sums);
+        weigh<format, rows, fetch>(weights, values, begin, common, stripe.head_dim, stripe.ahead,
+                                   sums);
     for (int r = 0; r < rows; ++r) {
         const int own_begin = std::max(begin, common);
         const int own_end = std::min(end, limits[r]);
         if (own_begin < own_end)
-            weigh<format, 1>(weights + r * AttendScratch::score_stride, stripe.keys,
-                             stripe.value_offset, own_begin, own_end, stripe.head_dim,
-                             sums + r * stripe.head_dim);
+            weigh<format, 1, true>(weights + r * AttendScratch::score_stride, values, own_begin,
+                                   own_end, stripe.head_dim, 0, sums + r * stripe.head_dim);
     }
 }
 
-// Calls function.tile<rows>(first) for tiles of 4, 2 and 1 of `count` rows.
-template <typename Function>
-HWY_INLINE void forRowTiles(int count, const Function& function) {
+// Calls tiles.run<rows, fetch>(first) for tiles of 4, 2 and 1 of `count` rows. The first tile
+// fetches what comes; small tiles always do, as they are rare or the first.
+template <typename Tiles>
+HWY_INLINE void forRowTiles(int count, bool fetch, const Tiles& tiles) {
     int r = 0;
+    if (count >= 4 && fetch) {
+        tiles.template run<4, true>(0);
+        r = 4;
+    }
     for (; r + 4 <= count; r += 4)
-        function.template tile<4>(r);
+        tiles.template run<4, false>(r);
     if (r + 2 <= count) {
-        function.template tile<2>(r);
+        tiles.template run<2, true>(r);
         r += 2;
     }
-    if (r < count) function.template tile<1>(r);
+    if (r < count) tiles.template run<1, true>(r);
 }
 
 template <NumberFormat format>
@@ -230,12 +265,10 @@ struct ScoreTiles {
     int end;
     float* scores;
 
-    template <int rows>
-    HWY_INLINE void tile(int r) const {
-        constexpr int step = tile_vectors / rows;
-        for (int t = begin; t < end; t += step)
-            scoreTile<format, rows>(q + r * stripe.head_dim, stripe.keys + t, stripe.head_dim,
-                                    stripe.scale, scores + r * AttendScratch::score_stride + t);
+    template <int rows, bool fetch>
+    HWY_INLINE void run(int r) const {
+        scoreRows<format, rows, fetch>(stripe, q + r * stripe.head_dim, begin, end,
+                                       scores + r * AttendScratch::score_stride);
     }
 };
 
@@ -248,10 +281,10 @@ struct WeighTiles {
     int end;
     float* sums;
 
-    template <int rows>
-    HWY_INLINE void tile(int r) const {
-        weighRows<format, rows>(stripe, weights + r * AttendScratch::score_stride, limits + r,
-                                begin, end, sums + r * stripe.head_dim);
+    template <int rows, bool fetch>
+    HWY_INLINE void run(int r) const {
+        weighRows<format, rows, fetch>(stripe, weights + r * AttendScratch::score_stride,
+                                       limits + r, begin, end, sums + r * stripe.head_dim);
     }
 };
 
@@ -261,12 +294,13 @@ inline constexpr int token_tile = 16;
 // Attention of `rows` query rows (at most rows_at_once) over a stripe; query row r sees its first
 // limits[r] tokens. q in vector order. Writes out[r * head_dim ...] and lse[r].
 template <NumberFormat format>
-HWY_INLINE void attendStripe(const Stripe& stripe, const float* q, const int* limits, int rows,
-                             AttendScratch& scratch, float* out, float* lse) {
+HWY_NOINLINE void attendStripe(const Stripe& stripe, const float* q, const int* limits, int rows,
+                               AttendScratch& scratch, float* out, float* lse) {
     const int longest = *std::max_element(limits, limits + rows);
     for (int t = 0; t < longest; t += token_tile)
-        forRowTiles(rows, ScoreTiles<format>{stripe, q, t, std::min(t + token_tile, longest),
-                                             scratch.scores});
+        forRowTiles(
+            rows, stripe.ahead > 0,
+            ScoreTiles<format>{stripe, q, t, std::min(t + token_tile, longest), scratch.scores});
     float sum_of[AttendScratch::rows_at_once];
     for (int r = 0; r < rows; ++r) {
         sum_of[r] = 0.0F;
@@ -279,8 +313,9 @@ HWY_INLINE void attendStripe(const Stripe& stripe, const float* q, const int* li
     }
     std::memset(scratch.sums, 0, static_cast<std::size_t>(rows * stripe.head_dim) * sizeof(float));
     for (int t = 0; t < longest; t += token_tile)
-        forRowTiles(rows, WeighTiles<format>{stripe, scratch.scores, limits, t,
-                                             std::min(t + token_tile, longest), scratch.sums});
+        forRowTiles(rows, stripe.ahead > 0,
+                    WeighTiles<format>{stripe, scratch.scores, limits, t,
+                                       std::min(t + token_tile, longest), scratch.sums});
     for (int r = 0; r < rows; ++r)
         fromVectorOrder<format>(scratch.sums + r * stripe.head_dim, stripe.head_dim,
                                 limits[r] == 0 ? 0.0F : 1.0F / sum_of[r],

@@ -74,13 +74,13 @@ TEST_F(ControlTest, BroadcastTakesOneMessageUpToTheLimitAndTwoBeyond) {
 }
 
 TEST_F(ControlTest, AllGatherKeepsEveryRanksLength) {
-    const auto bytesOf = [](int rank) {
+    const auto bytes_of = [](int rank) {
         return pattern(rank % 3 == 1 ? 0 : 1 + static_cast<std::size_t>(rank) * 50'021, rank);
     };
-    const auto all = control_.allGather(bytesOf(control_.rank()));
+    const auto all = control_.allGather(bytes_of(control_.rank()));
     ASSERT_EQ(all.size(), static_cast<std::size_t>(control_.size()));
     for (int rank = 0; rank < control_.size(); ++rank) {
-        EXPECT_EQ(all[static_cast<std::size_t>(rank)], bytesOf(rank));
+        EXPECT_EQ(all[static_cast<std::size_t>(rank)], bytes_of(rank));
     }
     for (const auto& nothing : control_.allGather({}))
         EXPECT_TRUE(nothing.empty());

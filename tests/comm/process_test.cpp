@@ -5,7 +5,9 @@
 #include <mpi.h>
 #include <unistd.h>
 
+#include <span>
 #include <string>
+#include <vector>
 
 #include <gtest/gtest.h>
 
@@ -65,16 +67,16 @@ TEST(Process, KnowsTheRanksOfTheJobAndOfTheNode) {
 
 TEST(Process, ExchangesBytesOfAnyLength) {
     auto process = Process::start(patient()).value();
-    const auto textOf = [](int rank) {
+    const auto text_of = [](int rank) {
         return std::string(static_cast<std::size_t>(rank) * 10'000, static_cast<char>('a' + rank)) +
                std::string("\0end", 4);
     };
-    const auto all = process.allGather(textOf(process.rank()));
+    const auto all = process.allGather(text_of(process.rank()));
     ASSERT_EQ(all.size(), static_cast<std::size_t>(process.size()));
     for (int rank = 0; rank < process.size(); ++rank) {
-        EXPECT_EQ(all[static_cast<std::size_t>(rank)], textOf(rank));
+        EXPECT_EQ(all[static_cast<std::size_t>(rank)], text_of(rank));
     }
-    EXPECT_EQ(process.broadcast(textOf(process.rank() + 3)), textOf(3));
+    EXPECT_EQ(process.broadcast(text_of(process.rank() + 3)), text_of(3));
     EXPECT_EQ(process.broadcast(""), "");
     process.barrier();
 }
@@ -176,8 +178,14 @@ TEST(Process, MessagesOfTheHostProgramDoNotMixWithOurs) {
     int received = -1;
     MPI_Request request = MPI_REQUEST_NULL;
     MPI_Irecv(&received, 1, MPI_INT, MPI_ANY_SOURCE, MPI_ANY_TAG, MPI_COMM_WORLD, &request);
-    for (int i = 0; i < 10; ++i)
-        (void)process.allGather(std::string(5000, 'x'));
+    comm::Transport& transport = process.state().transport();
+    const std::vector<std::int64_t> counts(static_cast<std::size_t>(world.size), sizeof(int));
+    const std::vector<int> ours(counts.size(), -2);
+    std::vector<int> others(counts.size());
+    transport.allToAll(std::as_bytes(std::span(ours)), counts,
+                       std::as_writable_bytes(std::span(others)), counts,
+                       process.state().device->defaultStream());
+    EXPECT_EQ(others, ours);
     MPI_Send(&mine, 1, MPI_INT, next, 1, MPI_COMM_WORLD);
     MPI_Wait(&request, MPI_STATUS_IGNORE);
     EXPECT_EQ(received, 1000 + (world.rank + world.size - 1) % world.size);

@@ -1,7 +1,9 @@
 // One contract, run on every transport. A new one joins by a traits struct and a line in
-// Transports. To prove: dropping a chunk's offset in mpi_transport.cpp fails every MpiInPieces
-// test; sending a count of elements for bytes fails AllReduce; a missing guard of size zero fails
-// the sizes 0.
+// Transports.
+//
+// To prove, in mpi_transport.cpp: a wrong step from chunk to chunk, a split that is not by bytes,
+// or an own part that is not copied fails MpiInPieces; messages that are not split fail
+// LargeMessages.
 #include "comm/transport.h"
 
 #include <algorithm>
@@ -39,20 +41,20 @@ template <typename Traits>
 class TransportTest : public testing::Test {
 protected:
     static void SetUpTestSuite() {
-        watchdog_ = std::make_unique<Watchdog>(0, std::chrono::minutes(2));
-        device_ = Traits::makeDevice();
-        transport_ = Traits::makeTransport(*watchdog_);
+        watchdog = std::make_unique<Watchdog>(0, std::chrono::minutes(2));
+        device = Traits::makeDevice();
+        transport = Traits::makeTransport(*watchdog);
     }
     static void TearDownTestSuite() {
-        transport_.reset();
-        device_.reset();
-        watchdog_.reset();
+        transport.reset();
+        device.reset();
+        watchdog.reset();
     }
 
-    static int rank() { return transport_->rank(); }
-    static int size() { return transport_->size(); }
+    static int rank() { return transport->rank(); }
+    static int size() { return transport->size(); }
     static std::size_t ranks() { return static_cast<std::size_t>(size()); }
-    static StreamView stream() { return device_->defaultStream(); }
+    static StreamView stream() { return device->defaultStream(); }
     // Of one rank's part when all parts together are at most large_bytes.
     static std::vector<std::size_t> sizes() {
         return {0, 1, 3, 256, 4097, Traits::large_bytes / ranks()};
@@ -64,9 +66,9 @@ protected:
     template <typename T>
     static void checkAllReduce();
 
-    static inline std::unique_ptr<Watchdog> watchdog_;
-    static inline std::unique_ptr<Device> device_;
-    static inline std::unique_ptr<Transport> transport_;
+    static inline std::unique_ptr<Watchdog> watchdog;
+    static inline std::unique_ptr<Device> device;
+    static inline std::unique_ptr<Transport> transport;
 };
 
 using Transports = testing::Types<Mpi, MpiInPieces>;
@@ -85,9 +87,9 @@ TYPED_TEST(TransportTest, BroadcastGivesEveryRankTheBytesOfEachRoot) {
     for (const std::size_t bytes : this->sizes()) {
         for (int root = 0; root < this->size(); ++root) {
             const auto expected = pattern(bytes, root);
-            const GuardedBytes data(*this->device_, bytes);
+            const GuardedBytes data(*this->device, bytes);
             if (this->rank() == root) data.upload(expected);
-            this->transport_->broadcast(data.span(), root, this->stream());
+            this->transport->broadcast(data.span(), root, this->stream());
             EXPECT_EQ(data.download(), expected) << bytes << " bytes, root " << root;
             EXPECT_TRUE(data.guardsHold());
         }
@@ -97,9 +99,9 @@ TYPED_TEST(TransportTest, BroadcastGivesEveryRankTheBytesOfEachRoot) {
 TYPED_TEST(TransportTest, AllGatherConcatenatesInRankOrder) {
     for (const std::size_t bytes : this->sizes()) {
         const auto mine = pattern(bytes, this->rank());
-        const GuardedBytes send(*this->device_, mine);
-        const GuardedBytes receive(*this->device_, bytes * this->ranks());
-        this->transport_->allGather(send.span(), receive.span(), this->stream());
+        const GuardedBytes send(*this->device, mine);
+        const GuardedBytes receive(*this->device, bytes * this->ranks());
+        this->transport->allGather(send.span(), receive.span(), this->stream());
         EXPECT_EQ(receive.download(), patternOfAll(bytes, this->size())) << bytes << " bytes";
         EXPECT_EQ(send.download(), mine);
         EXPECT_TRUE(send.guardsHold() && receive.guardsHold());
@@ -108,11 +110,11 @@ TYPED_TEST(TransportTest, AllGatherConcatenatesInRankOrder) {
 
 TYPED_TEST(TransportTest, AllGatherMaySendFromItsPlace) {
     for (const std::size_t bytes : this->sizes()) {
-        const GuardedBytes receive(*this->device_, bytes * this->ranks());
+        const GuardedBytes receive(*this->device, bytes * this->ranks());
         const std::size_t place = bytes * static_cast<std::size_t>(this->rank());
         receive.upload(pattern(bytes, this->rank()), place);
-        this->transport_->allGather(receive.span().subspan(place, bytes), receive.span(),
-                                    this->stream());
+        this->transport->allGather(receive.span().subspan(place, bytes), receive.span(),
+                                   this->stream());
         EXPECT_EQ(receive.download(), patternOfAll(bytes, this->size())) << bytes << " bytes";
         EXPECT_TRUE(receive.guardsHold());
     }
@@ -127,9 +129,9 @@ void TransportTest<Traits>::checkAllGatherUneven(const std::vector<std::int64_t>
         expected.insert(expected.end(), part.begin(), part.end());
     }
     const auto mine = static_cast<std::size_t>(counts[static_cast<std::size_t>(rank())]);
-    const GuardedBytes send(*device_, pattern(mine, rank()));
-    const GuardedBytes receive(*device_, expected.size());
-    transport_->allGatherUneven(send.span(), receive.span(), counts, stream());
+    const GuardedBytes send(*device, pattern(mine, rank()));
+    const GuardedBytes receive(*device, expected.size());
+    transport->allGatherUneven(send.span(), receive.span(), counts, stream());
     EXPECT_EQ(receive.download(), expected);
     EXPECT_TRUE(send.guardsHold() && receive.guardsHold());
 }
@@ -170,9 +172,9 @@ void TransportTest<Traits>::checkAllToAll(const Count& count) {
         mine.insert(mine.end(), to.begin(), to.end());
         expected.insert(expected.end(), from.begin(), from.end());
     }
-    const GuardedBytes send(*device_, mine);
-    const GuardedBytes receive(*device_, expected.size());
-    transport_->allToAll(send.span(), send_counts, receive.span(), receive_counts, stream());
+    const GuardedBytes send(*device, mine);
+    const GuardedBytes receive(*device, expected.size());
+    transport->allToAll(send.span(), send_counts, receive.span(), receive_counts, stream());
     EXPECT_EQ(receive.download(), expected);
     EXPECT_EQ(send.download(), mine);
     EXPECT_TRUE(send.guardsHold() && receive.guardsHold());
@@ -232,8 +234,8 @@ void TransportTest<Traits>::checkAllReduce() {
                 mine[i] = reduceValue<T>(i, rank());
                 expected[i] = reduced(reduction, of_ranks);
             }
-            const GuardedBytes values(*device_, std::as_bytes(std::span(mine)));
-            transport_->allReduce(values.as<T>(), reduction, stream());
+            const GuardedBytes values(*device, std::as_bytes(std::span(mine)));
+            transport->allReduce(values.as<T>(), reduction, stream());
             const auto result = values.download();
             EXPECT_TRUE(std::ranges::equal(result, std::as_bytes(std::span(expected))))
                 << count << " elements";
@@ -252,13 +254,13 @@ TYPED_TEST(TransportTest, AllReduceOfFloats) {
 
 TYPED_TEST(TransportTest, NobodyLeavesABarrierBeforeTheLastHasCome) {
     for (int late = 0; late < this->size(); ++late) {
-        this->transport_->barrier(this->stream());
+        this->transport->barrier(this->stream());
         if (this->rank() == late) std::this_thread::sleep_for(milliseconds(30));
         // The ranks of this test share a host, and so its clock.
         std::int64_t came = steady_clock::now().time_since_epoch().count();
-        this->transport_->barrier(this->stream());
+        this->transport->barrier(this->stream());
         const std::int64_t left = steady_clock::now().time_since_epoch().count();
-        this->transport_->allReduce(std::span(&came, 1), Reduction::maximum, this->stream());
+        this->transport->allReduce(std::span(&came, 1), Reduction::maximum, this->stream());
         EXPECT_GE(left, came);
     }
 }
@@ -266,20 +268,20 @@ TYPED_TEST(TransportTest, NobodyLeavesABarrierBeforeTheLastHasCome) {
 TYPED_TEST(TransportTest, RanksAreNumbered) {
     std::vector<std::int64_t> all(this->ranks());
     const std::int64_t mine = this->rank();
-    this->transport_->allGather(std::as_bytes(std::span(&mine, 1)),
-                                std::as_writable_bytes(std::span(all)), this->stream());
+    this->transport->allGather(std::as_bytes(std::span(&mine, 1)),
+                               std::as_writable_bytes(std::span(all)), this->stream());
     std::vector<std::int64_t> expected(this->ranks());
     std::iota(expected.begin(), expected.end(), 0);
     EXPECT_EQ(all, expected);
-    EXPECT_FALSE(this->transport_->description().empty());
+    EXPECT_FALSE(this->transport->description().empty());
 }
 
 // Every rank makes the same mistake here, so that none is left waiting.
 TYPED_TEST(TransportTest, WrongSizesThrowBeforeAnythingIsSent) {
-    Transport& wrong = *this->transport_;
+    Transport& wrong = *this->transport;
     const std::size_t ranks = this->ranks();
-    const GuardedBytes send(*this->device_, 8);
-    const GuardedBytes receive(*this->device_, 8 * ranks + 1);
+    const GuardedBytes send(*this->device, 8);
+    const GuardedBytes receive(*this->device, 8 * ranks + 1);
     const std::vector<std::int64_t> eights(ranks, 8);
     const std::vector<std::int64_t> too_few(ranks - 1, 8);
     std::vector<std::int64_t> negative = eights;
@@ -316,7 +318,7 @@ TEST(LargeMessages, TravelWhole) {
     const auto words = data.as<std::uint64_t>();
     for (std::size_t i = place / 8; i < (place + part_bytes) / 8; ++i)
         words[i] = i;
-    const auto firstWrongWord = [&] {
+    const auto first_wrong_word = [&] {
         std::size_t i = 0;
         while (i < words.size() && words[i] == i)
             ++i;
@@ -325,10 +327,10 @@ TEST(LargeMessages, TravelWhole) {
 
     transport->allGather(data.span().subspan(place, part_bytes), data.span(),
                          device->defaultStream());
-    EXPECT_EQ(firstWrongWord(), words.size());
+    EXPECT_EQ(first_wrong_word(), words.size());
     if (transport->rank() == 0) std::fill(words.begin(), words.end(), 0);
     transport->broadcast(data.span(), 1, device->defaultStream());
-    EXPECT_EQ(firstWrongWord(), words.size());
+    EXPECT_EQ(first_wrong_word(), words.size());
     EXPECT_TRUE(data.guardsHold());
 }
 

@@ -129,10 +129,11 @@ TEST_F(WatchdogDeathTest, EndsTheProcessSoonAfterTheDeadline) {
 
 // A false alarm would end this process with code 5.
 TEST(WatchdogTest, ShortOperationsNeverAlarmHoweverManyThereAre) {
-    constexpr milliseconds timeout{250};
+    // Long enough for a busy machine to come back to this thread.
+    constexpr milliseconds timeout{1000};
     Watchdog watchdog(0, timeout);
     for (const auto pause : {milliseconds(0), milliseconds(1), milliseconds(20)}) {
-        const auto end = steady_clock::now() + 3 * timeout;
+        const auto end = steady_clock::now() + 3 * timeout / 2;
         while (steady_clock::now() < end) {
             const Watch watch(watchdog, "barrier");
             if (pause.count() != 0) std::this_thread::sleep_for(pause);
@@ -141,9 +142,9 @@ TEST(WatchdogTest, ShortOperationsNeverAlarmHoweverManyThereAre) {
 }
 
 TEST(WatchdogTest, NothingIsWatchedBetweenOperations) {
-    Watchdog watchdog(0, milliseconds(50));
+    Watchdog watchdog(0, milliseconds(200));
     { const Watch watch(watchdog, "barrier"); }
-    std::this_thread::sleep_for(milliseconds(300));
+    std::this_thread::sleep_for(milliseconds(600));
 }
 
 TEST(WatchdogTest, EndsAtOnceWhenDestroyed) {

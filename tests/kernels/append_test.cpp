@@ -43,9 +43,11 @@ protected:
         for (const auto& run : inputs.runs)
             for (std::int64_t row = 0; row < run.rows; ++row)
                 for (int i = 0; i < heads * model.head_dim; ++i)
-                    numbers[static_cast<std::size_t>((run.first_row + row) * heads * model.head_dim + i)] =
+                    numbers[static_cast<std::size_t>(
+                        (run.first_row + row) * heads * model.head_dim + i)] =
                         model.value(kind, world.sequences()[static_cast<std::size_t>(run.slot)].id,
-                                    run.first_position + row, i / model.head_dim, i % model.head_dim);
+                                    run.first_position + row, i / model.head_dim,
+                                    i % model.head_dim);
         return numbers;
     }
 
@@ -56,7 +58,8 @@ protected:
         for (const auto& run : inputs.runs)
             for (std::int64_t row = 0; row < run.rows; ++row)
                 for (int i = 0; i < half; ++i) {
-                    const double frequency = 1.0 / std::pow(inputs.rotary.theta, 2.0 * i / inputs.rotary.dim);
+                    const double frequency =
+                        1.0 / std::pow(inputs.rotary.theta, 2.0 * i / inputs.rotary.dim);
                     const double angle = static_cast<double>(run.first_position + row) * frequency;
                     table[static_cast<std::size_t>((run.first_row + row) * half + i)] =
                         static_cast<float>(cosine ? std::cos(angle) : std::sin(angle));
@@ -65,12 +68,16 @@ protected:
     }
 
     // Appends twice: the second call must change nothing. Returns q as rotated.
-    static std::vector<float> append(const PagedWorld& world, const Inputs& inputs, bool with_q = true) {
+    static std::vector<float> append(const PagedWorld& world, const Inputs& inputs,
+                                     bool with_q = true) {
         Device& device = world.device();
         const Model& model = world.model();
-        const auto q_bytes = encoded(inputs.format, numbersOf(world, inputs, Kind::q, model.query_heads));
-        const auto k_bytes = encoded(inputs.format, numbersOf(world, inputs, Kind::k, model.kv_heads));
-        const auto v_bytes = encoded(inputs.format, numbersOf(world, inputs, Kind::v, model.kv_heads));
+        const auto q_bytes =
+            encoded(inputs.format, numbersOf(world, inputs, Kind::q, model.query_heads));
+        const auto k_bytes =
+            encoded(inputs.format, numbersOf(world, inputs, Kind::k, model.kv_heads));
+        const auto v_bytes =
+            encoded(inputs.format, numbersOf(world, inputs, Kind::v, model.kv_heads));
         const auto q = DeviceArray<std::byte>::of(device, q_bytes);
         const auto k = DeviceArray<std::byte>::of(device, k_bytes);
         const auto v = DeviceArray<std::byte>::of(device, v_bytes);
@@ -111,9 +118,10 @@ protected:
         const Model& model = world.model();
         std::vector<float> numbers;
         for (int i = 0; i < model.head_dim; ++i)
-            numbers.push_back(asInput(
-                inputs.format,
-                model.value(kind, world.sequences()[static_cast<std::size_t>(slot)].id, position, head, i)));
+            numbers.push_back(
+                asInput(inputs.format,
+                        model.value(kind, world.sequences()[static_cast<std::size_t>(slot)].id,
+                                    position, head, i)));
         if (kind != Kind::v) oracle::rotate(numbers, position, inputs.rotary);
         return numbers;
     }
@@ -123,23 +131,28 @@ protected:
         const Model& model = world.model();
         auto expected = world.image();
         for (const auto& run : inputs.runs)
-            for (std::int64_t position = run.first_position; position < run.first_position + run.rows; ++position) {
+            for (std::int64_t position = run.first_position;
+                 position < run.first_position + run.rows; ++position) {
                 if (!world.present(static_cast<std::size_t>(run.slot), position)) continue;
                 for (const Kind kind : {Kind::k, Kind::v})
                     for (int head = 0; head < model.kv_heads; ++head) {
-                        const auto numbers = rotatedHead(world, inputs, kind, run.slot, position, head);
+                        const auto numbers =
+                            rotatedHead(world, inputs, kind, run.slot, position, head);
                         const std::size_t at = world.elementAt(run.slot, position, head, 0, kind);
-                        const auto format = model.format == NumberFormat::fp16 ? oracle::Format::fp16
-                                                                               : oracle::Format::bf16;
+                        const auto format = model.format == NumberFormat::fp16
+                                                ? oracle::Format::fp16
+                                                : oracle::Format::bf16;
                         for (std::size_t i = 0; i < numbers.size(); ++i)
-                            expected[at + i] = toBits(
-                                model.format, static_cast<float>(oracle::rounded(numbers[i], format)));
+                            expected[at + i] =
+                                toBits(model.format,
+                                       static_cast<float>(oracle::rounded(numbers[i], format)));
                     }
             }
         EXPECT_TRUE(sameBits(expected, world.downloadPool()));
     }
 
-    static void expectRotatedQ(const PagedWorld& world, const Inputs& inputs, const std::vector<float>& rotated) {
+    static void expectRotatedQ(const PagedWorld& world, const Inputs& inputs,
+                               const std::vector<float>& rotated) {
         const Model& model = world.model();
         const auto row_numbers = static_cast<std::size_t>(model.query_heads * model.head_dim);
         std::vector<std::uint32_t> poison(rotated.size(), 0xFFFFFFFFU);
@@ -148,11 +161,12 @@ protected:
         for (const auto& run : inputs.runs)
             for (std::int64_t row = 0; row < run.rows; ++row)
                 for (int head = 0; head < model.query_heads; ++head) {
-                    const auto numbers =
-                        rotatedHead(world, inputs, Kind::q, run.slot, run.first_position + row, head);
+                    const auto numbers = rotatedHead(world, inputs, Kind::q, run.slot,
+                                                     run.first_position + row, head);
                     std::copy(numbers.begin(), numbers.end(),
-                              expected.begin() + static_cast<std::ptrdiff_t>(
-                                                     static_cast<std::size_t>(run.first_row + row) * row_numbers) +
+                              expected.begin() +
+                                  static_cast<std::ptrdiff_t>(
+                                      static_cast<std::size_t>(run.first_row + row) * row_numbers) +
                                   head * model.head_dim);
                 }
         EXPECT_TRUE(sameBits(expected, rotated));
@@ -165,12 +179,15 @@ TYPED_TEST(AppendTest, FormatsDimsAndRotations) {
         for (const NumberFormat stored : {NumberFormat::fp16, NumberFormat::bf16})
             for (const int head_dim : {64, 80, 96, 128, 256})
                 for (const int rotary_dim : {0, 32, head_dim}) {
-                    const Model model{.format = stored, .query_heads = 4, .kv_heads = 2, .head_dim = head_dim};
-                    const PagedWorld world(*this->device_, model, {.block_size = 8}, {{.id = 0, .length = 30}});
-                    const Inputs inputs{.format = input,
-                                        .rotary = {.dim = rotary_dim, .theta = 500000.0},
-                                        .runs = {{.slot = 0, .rows = 11, .first_row = 0, .first_position = 15}},
-                                        .rows = 11};
+                    const Model model{
+                        .format = stored, .query_heads = 4, .kv_heads = 2, .head_dim = head_dim};
+                    const PagedWorld world(*this->device_, model, {.block_size = 8},
+                                           {{.id = 0, .length = 30}});
+                    const Inputs inputs{
+                        .format = input,
+                        .rotary = {.dim = rotary_dim, .theta = 500000.0},
+                        .runs = {{.slot = 0, .rows = 11, .first_row = 0, .first_position = 15}},
+                        .rows = 11};
                     const auto rotated = this->append(world, inputs);
                     this->expectPool(world, inputs);
                     this->expectRotatedQ(world, inputs, rotated);
@@ -181,16 +198,20 @@ TYPED_TEST(AppendTest, UnevenRunsInAnyOrder) {
     const Model model{.query_heads = 3, .kv_heads = 3, .head_dim = 64};
     for (const Layout layout : {Layout::block_major, Layout::layer_major, Layout::contiguous})
         for (const int block_size : {1, 4, 64}) {
-            const PagedWorld world(*this->device_, model, {.block_size = block_size, .layout = layout},
-                                   {{.id = 0, .length = 5}, {.id = 1, .length = 700}, {.id = 2, .length = 70},
+            const PagedWorld world(*this->device_, model,
+                                   {.block_size = block_size, .layout = layout},
+                                   {{.id = 0, .length = 5},
+                                    {.id = 1, .length = 700},
+                                    {.id = 2, .length = 70},
                                     {.id = 3, .length = 1}});
-            const Inputs inputs{.format = NumberFormat::bf16,
-                                .rotary = {.dim = 64},
-                                .runs = {{.slot = 2, .rows = 1, .first_row = 330, .first_position = 69},
-                                         {.slot = 1, .rows = 325, .first_row = 3, .first_position = 375},
-                                         {.slot = 3, .rows = 1, .first_row = 0, .first_position = 0},
-                                         {.slot = 0, .rows = 5, .first_row = 335, .first_position = 0}},
-                                .rows = 342};
+            const Inputs inputs{
+                .format = NumberFormat::bf16,
+                .rotary = {.dim = 64},
+                .runs = {{.slot = 2, .rows = 1, .first_row = 330, .first_position = 69},
+                         {.slot = 1, .rows = 325, .first_row = 3, .first_position = 375},
+                         {.slot = 3, .rows = 1, .first_row = 0, .first_position = 0},
+                         {.slot = 0, .rows = 5, .first_row = 335, .first_position = 0}},
+                .rows = 342};
             const auto rotated = this->append(world, inputs);
             this->expectPool(world, inputs);
             this->expectRotatedQ(world, inputs, rotated);
@@ -215,7 +236,8 @@ TYPED_TEST(AppendTest, BlockIdsOutOfRangeAreSkipped) {
     const Model model{.query_heads = 2, .kv_heads = 2, .head_dim = 64};
     const PagedWorld world(*this->device_, model, {.block_size = 4},
                            {{.id = 0, .length = 40, .absent_blocks = {1, 2, 9}}});
-    const Inputs inputs{.runs = {{.slot = 0, .rows = 38, .first_row = 0, .first_position = 2}}, .rows = 38};
+    const Inputs inputs{.runs = {{.slot = 0, .rows = 38, .first_row = 0, .first_position = 2}},
+                        .rows = 38};
     const auto rotated = this->append(world, inputs);
     this->expectPool(world, inputs);
     this->expectRotatedQ(world, inputs, rotated);  // q is the row's own, wherever its K goes
@@ -227,7 +249,8 @@ TYPED_TEST(AppendTest, PositionsBehindTheTableAreSkipped) {
     const PagedWorld world(*this->device_, model, {.block_size = 4, .spare_columns = 0},
                            {{.id = 0, .length = 16}, {.id = 1, .length = 16}});
     // Positions 16 to 19 of slot 0 would be slot 1's first block.
-    Inputs inputs{.runs = {{.slot = 0, .rows = 8, .first_row = 0, .first_position = 12}}, .rows = 8};
+    Inputs inputs{.runs = {{.slot = 0, .rows = 8, .first_row = 0, .first_position = 12}},
+                  .rows = 8};
     this->append(world, inputs);
     inputs.runs[0].rows = 4;
     this->expectPool(world, inputs);
@@ -239,7 +262,8 @@ TYPED_TEST(AppendTest, WithoutQ) {
     const Inputs inputs{.rotary = {.dim = 64},
                         .runs = {{.slot = 0, .rows = 3, .first_row = 0, .first_position = 0}},
                         .rows = 3};
-    for (const float number : this->append(world, inputs, false)) EXPECT_TRUE(std::isnan(number));
+    for (const float number : this->append(world, inputs, false))
+        EXPECT_TRUE(std::isnan(number));
     this->expectPool(world, inputs);
 }
 
@@ -259,12 +283,15 @@ TYPED_TEST_SUITE(GatherTest, Devices, DeviceNames);
 
 TYPED_TEST(GatherTest, TokensInOrderAndZerosForWildIds) {
     Device& device = *this->device_;
-    const Model model{.format = NumberFormat::fp16, .query_heads = 3, .kv_heads = 3, .head_dim = 80};
+    const Model model{
+        .format = NumberFormat::fp16, .query_heads = 3, .kv_heads = 3, .head_dim = 80};
     for (const Layout layout : {Layout::block_major, Layout::layer_major, Layout::contiguous}) {
-        const std::vector<std::int64_t> absent =
-            layout == Layout::contiguous ? std::vector<std::int64_t>{} : std::vector<std::int64_t>{0, 7};
-        const PagedWorld world(device, model, {.block_size = 16, .layout = layout, .spare_columns = 1},
-                               {{.id = 5, .length = 30}, {.id = 6, .length = 200, .absent_blocks = absent}});
+        const std::vector<std::int64_t> absent = layout == Layout::contiguous
+                                                     ? std::vector<std::int64_t>{}
+                                                     : std::vector<std::int64_t>{0, 7};
+        const PagedWorld world(
+            device, model, {.block_size = 16, .layout = layout, .spare_columns = 1},
+            {{.id = 5, .length = 30}, {.id = 6, .length = 200, .absent_blocks = absent}});
         for (const std::int64_t first : {0, 1, 100}) {
             const std::int64_t tokens = 200 - first;
             const auto count = static_cast<std::size_t>(tokens * 3 * 80);

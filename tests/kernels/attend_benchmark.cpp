@@ -1,5 +1,5 @@
-// Times decode attention of the CPU device against the read ceiling of the same threads, and prints a
-// table. Not a test: nothing is asserted.
+// Times decode attention of the CPU device against the read ceiling of the same threads, and prints
+// a table. Not a test: nothing is asserted.
 //   attend_benchmark [threads]
 #include <algorithm>
 #include <chrono>
@@ -37,7 +37,8 @@ double seconds(const std::function<void()>& work) {
 double medianSeconds(int repetitions, const std::function<void()>& work) {
     work();
     std::vector<double> times;
-    for (int i = 0; i < repetitions; ++i) times.push_back(seconds(work));
+    for (int i = 0; i < repetitions; ++i)
+        times.push_back(seconds(work));
     std::nth_element(times.begin(), times.begin() + repetitions / 2, times.end());
     return times[static_cast<std::size_t>(repetitions / 2)];
 }
@@ -59,12 +60,12 @@ public:
                                     .count = count,
                                     .run_bytes = run_bytes,
                                     .sink = &sink};
-        const double time = medianSeconds(9, [&] {
-            device_->operations().readRuns(params, device_->defaultStream());
-        });
+        const double time = medianSeconds(
+            9, [&] { device_->operations().readRuns(params, device_->defaultStream()); });
         ceiling_ = static_cast<double>(run_bytes * count) / time / 1e9;
         std::printf("# %s\n# read ceiling: %.2f GB/s\n", device_->description().c_str(), ceiling_);
-        std::printf("# format group head_dim kv_heads batch context rows    GB/s  of_ceiling  GFLOP/s\n");
+        std::printf(
+            "# format group head_dim kv_heads batch context rows    GB/s  of_ceiling  GFLOP/s\n");
     }
 
     void attend(const Shape& shape) {
@@ -83,7 +84,9 @@ public:
         pool.layer_stride = blocks * pool.block_stride;
         const std::int64_t layers =
             std::clamp<std::int64_t>((std::int64_t{2} << 30) / pool.layer_stride, 1, 16);
-        const Buffer data = Buffer::onDevice(*device_, static_cast<std::size_t>(layers * pool.layer_stride)).value();
+        const Buffer data =
+            Buffer::onDevice(*device_, static_cast<std::size_t>(layers * pool.layer_stride))
+                .value();
         pool.data = data.data();
         auto* const bits = data.as<std::uint16_t>();
         const std::uint16_t one = shape.format == NumberFormat::fp16 ? 0x3800 : 0x3F00;
@@ -100,11 +103,14 @@ public:
         std::vector<float> lse(static_cast<std::size_t>(rows * query_heads));
         std::vector<Run> runs;
         for (int i = 0; i < shape.batch; ++i)
-            runs.push_back({.slot = i, .rows = shape.rows, .first_row = std::int64_t{i} * shape.rows,
+            runs.push_back({.slot = i,
+                            .rows = shape.rows,
+                            .first_row = std::int64_t{i} * shape.rows,
                             .first_position = shape.context - shape.rows});
         const Buffer workspace =
-            Buffer::onDevice(*device_, device_->operations().attendWorkspaceBytes(
-                                           rows, query_heads, shape.head_dim)).value();
+            Buffer::onDevice(*device_, device_->operations().attendWorkspaceBytes(rows, query_heads,
+                                                                                  shape.head_dim))
+                .value();
         AttendParams params{.query_heads = query_heads,
                             .kv_heads = shape.kv_heads,
                             .head_dim = shape.head_dim,
@@ -119,15 +125,20 @@ public:
                             .lse = lse.data(),
                             .workspace = workspace.data(),
                             .workspace_bytes = workspace.bytes()};
-        const double time = medianSeconds(5, [&] {
-            for (params.layer = 0; params.layer < layers; ++params.layer)
-                device_->operations().attend(params, device_->defaultStream());
-        }) / static_cast<double>(layers);
-        const double bytes = 2.0 * row_bytes * shape.kv_heads * static_cast<double>(shape.context) * shape.batch;
+        const double time =
+            medianSeconds(5,
+                          [&] {
+                              for (params.layer = 0; params.layer < layers; ++params.layer)
+                                  device_->operations().attend(params, device_->defaultStream());
+                          }) /
+            static_cast<double>(layers);
+        const double bytes =
+            2.0 * row_bytes * shape.kv_heads * static_cast<double>(shape.context) * shape.batch;
         const double rate = bytes / time / 1e9;
         std::printf("%8s %5d %8d %8d %5d %7lld %4d %7.2f %10.1f%% %8.1f\n",
-                    shape.format == NumberFormat::fp16 ? "fp16" : "bf16", shape.group, shape.head_dim,
-                    shape.kv_heads, shape.batch, static_cast<long long>(shape.context), shape.rows, rate,
+                    shape.format == NumberFormat::fp16 ? "fp16" : "bf16", shape.group,
+                    shape.head_dim, shape.kv_heads, shape.batch,
+                    static_cast<long long>(shape.context), shape.rows, rate,
                     100.0 * rate / ceiling_, rate * shape.group * shape.rows);
         std::fflush(stdout);
     }
@@ -143,7 +154,8 @@ void runAll(int threads) {
     for (const NumberFormat format : {NumberFormat::bf16, NumberFormat::fp16}) {
         for (const int head_dim : {64, 80, 96, 128, 256})
             benchmark.attend({format, 4, head_dim, 4, 16384});
-        for (const int group : {1, 2, 3, 8, 16}) benchmark.attend({format, group, 128, 4, 16384});
+        for (const int group : {1, 2, 3, 8, 16})
+            benchmark.attend({format, group, 128, 4, 16384});
         benchmark.attend({format, 71, 64, 4, 16384, 1});
         benchmark.attend({format, 4, 128, 1, 131072});
         benchmark.attend({format, 4, 128, 64, 1024});

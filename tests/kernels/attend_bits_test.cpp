@@ -1,4 +1,5 @@
-// What must not change a single bit of attend, and the fold order written out from design.md's words.
+// What must not change a single bit of attend, and the fold order written out from design.md's
+// words.
 #include "kernels/attention_state.h"
 #include "tests/kernels/paged_world.h"
 
@@ -16,7 +17,7 @@ TYPED_TEST_SUITE(AttendBitsTest, Devices, DeviceNames);
 // One decoding sequence and one with several tokens, at lengths that leave tails.
 const std::vector<Sequence> two_sequences{{.id = 0, .length = 1337}, {.id = 1, .length = 530}};
 const Runs two_runs{{.slot = 0, .rows = 1, .first_row = 0, .first_position = 1336},
-                                {.slot = 1, .rows = 30, .first_row = 1, .first_position = 500}};
+                    {.slot = 1, .rows = 30, .first_row = 1, .first_position = 500}};
 
 TYPED_TEST(AttendBitsTest, BlockSizesLayoutsAndTables) {
     const States expected =
@@ -28,36 +29,43 @@ TYPED_TEST(AttendBitsTest, BlockSizesLayoutsAndTables) {
             << "block size " << block_size;
     for (const Layout layout : {Layout::block_major, Layout::layer_major, Layout::contiguous})
         for (const unsigned permutation : {0U, 7U, 8U})
-            EXPECT_TRUE(sameBits(
-                expected,
-                attend(PagedWorld(*this->device_, this->model_,
-                                  {.block_size = 32, .layout = layout, .layers = 3, .layer = 2,
-                                   .permutation = permutation, .spare_blocks = 11, .spare_columns = 9},
-                                  two_sequences),
-                       two_runs)))
+            EXPECT_TRUE(sameBits(expected, attend(PagedWorld(*this->device_, this->model_,
+                                                             {.block_size = 32,
+                                                              .layout = layout,
+                                                              .layers = 3,
+                                                              .layer = 2,
+                                                              .permutation = permutation,
+                                                              .spare_blocks = 11,
+                                                              .spare_columns = 9},
+                                                             two_sequences),
+                                                  two_runs)))
                 << "layout " << static_cast<int>(layout) << " permutation " << permutation;
 }
 
 TYPED_TEST(AttendBitsTest, Threads) {
     for (const NumberFormat format : {NumberFormat::bf16, NumberFormat::fp16})
         for (const int head_dim : {64, 80, 128}) {
-            const Model model{.format = format, .query_heads = 4, .kv_heads = 2, .head_dim = head_dim};
-            const std::vector<Sequence> sequences{{.id = 0, .length = 18000}, {.id = 1, .length = 300}};
-            const Runs runs{
-                {.slot = 0, .rows = 1, .first_row = 0, .first_position = 17999},
-                {.slot = 1, .rows = 1, .first_row = 1, .first_position = 299}};
+            const Model model{
+                .format = format, .query_heads = 4, .kv_heads = 2, .head_dim = head_dim};
+            const std::vector<Sequence> sequences{{.id = 0, .length = 18000},
+                                                  {.id = 1, .length = 300}};
+            const Runs runs{{.slot = 0, .rows = 1, .first_row = 0, .first_position = 17999},
+                            {.slot = 1, .rows = 1, .first_row = 1, .first_position = 299}};
             std::vector<States> results;
             for (const int threads : {1, 2, 3, 5, 16}) {
                 const auto device = TestFixture::Make::makeParallel(threads);
                 results.push_back(attend(PagedWorld(*device, model, {}, sequences), runs));
             }
-            for (const States& result : results) EXPECT_TRUE(sameBits(results[0], result));
+            for (const States& result : results)
+                EXPECT_TRUE(sameBits(results[0], result));
         }
 }
 
 TYPED_TEST(AttendBitsTest, BatchCompositionAndOrder) {
     const PagedWorld world(*this->device_, this->model_, {},
-                           {{.id = 0, .length = 700}, {.id = 1, .length = 1}, {.id = 2, .length = 260},
+                           {{.id = 0, .length = 700},
+                            {.id = 1, .length = 1},
+                            {.id = 2, .length = 260},
                             {.id = 3, .length = 4000}});
     const States together =
         attend(world, {{.slot = 3, .rows = 1, .first_row = 20, .first_position = 3999},
@@ -65,7 +73,8 @@ TYPED_TEST(AttendBitsTest, BatchCompositionAndOrder) {
                        {.slot = 1, .rows = 1, .first_row = 0, .first_position = 0},
                        {.slot = 2, .rows = 10, .first_row = 10, .first_position = 250}});
     const auto alone = [&](std::int32_t slot, std::int32_t rows, std::int64_t position) {
-        return attend(world, {{.slot = slot, .rows = rows, .first_row = 0, .first_position = position}});
+        return attend(world,
+                      {{.slot = slot, .rows = rows, .first_row = 0, .first_position = position}});
     };
     EXPECT_TRUE(sameBits(rowsOf(together, this->model_, 20, 1), alone(3, 1, 3999)));
     EXPECT_TRUE(sameBits(rowsOf(together, this->model_, 1, 9), alone(0, 9, 650)));
@@ -73,17 +82,20 @@ TYPED_TEST(AttendBitsTest, BatchCompositionAndOrder) {
     EXPECT_TRUE(sameBits(rowsOf(together, this->model_, 10, 10), alone(2, 10, 250)));
 }
 
-// A row's bits do not depend on the rows beside it: one call with many tokens equals one call a token.
+// A row's bits do not depend on the rows beside it: one call with many tokens equals one call a
+// token.
 TYPED_TEST(AttendBitsTest, SeveralTokensEqualOneByOne) {
     for (const int group : {1, 2, 3, 4, 5, 9, 71}) {
         const Model model{.query_heads = group, .kv_heads = 1, .head_dim = 64};
-        const PagedWorld world(*this->device_, model, {.block_size = 16}, {{.id = 0, .length = 560}});
+        const PagedWorld world(*this->device_, model, {.block_size = 16},
+                               {{.id = 0, .length = 560}});
         const States together =
             attend(world, {{.slot = 0, .rows = 150, .first_row = 0, .first_position = 410}});
         for (std::int64_t row = 0; row < 150; row += group < 8 ? 1 : 13)
             EXPECT_TRUE(sameBits(
                 rowsOf(together, model, row, 1),
-                attend(world, {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 410 + row}})))
+                attend(world,
+                       {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 410 + row}})))
                 << "group " << group << " row " << row;
     }
 }
@@ -102,7 +114,8 @@ TYPED_TEST(AttendBitsTest, HeadsAreIndependent) {
         };
         const States alone =
             attend(PagedWorld(*this->device_, one, {}, {{.id = 0, .length = length}}), run);
-        const std::vector<float> out(together.out.begin() + head * 64, together.out.begin() + head * 64 + 64);
+        const std::vector<float> out(together.out.begin() + head * 64,
+                                     together.out.begin() + head * 64 + 64);
         EXPECT_TRUE(sameBits(out, alone.out)) << "head " << head;
         EXPECT_EQ(together.lse[static_cast<std::size_t>(head)], alone.lse[0]);
     }
@@ -140,7 +153,8 @@ State merged(const State& left, const State& right) {
     return result;
 }
 
-// The aligned binary tree over leaves[first, first + size), size a power of two; absent leaves empty.
+// The aligned binary tree over leaves[first, first + size), size a power of two; absent leaves
+// empty.
 State alignedTree(const std::vector<State>& leaves, const State& empty, std::size_t first,
                   std::size_t size) {
     if (size == 1) return first < leaves.size() ? leaves[first] : empty;
@@ -166,8 +180,8 @@ State foldByTheBook(const std::vector<State>& stripes, const State& empty) {
 TYPED_TEST(AttendBitsTest, FoldOrderByTheBook) {
     Model model{.query_heads = 2, .kv_heads = 1, .head_dim = 64, .scale = 0.7F};
     const State empty{std::vector<float>(128, 0.0F), {empty_lse, empty_lse}};
-    for (const std::int64_t length : {3 * 256 + 1, 64 * 256 + 1, (64 * 2 + 33) * 256 + 5,
-                                      (64 * 4 + 2) * 256 + 100}) {
+    for (const std::int64_t length :
+         {3 * 256 + 1, 64 * 256 + 1, (64 * 2 + 33) * 256 + 5, (64 * 4 + 2) * 256 + 100}) {
         const std::int64_t stripes = (length + stripe_tokens - 1) / stripe_tokens;
         const Runs run{{.slot = 0, .rows = 1, .first_row = 0, .first_position = length - 1}};
         PagedWorld world(*this->device_, model, {.block_size = 256, .permutation = 0},
@@ -185,8 +199,8 @@ TYPED_TEST(AttendBitsTest, FoldOrderByTheBook) {
     }
 }
 
-// The states of C context ranks, merged as parts in the order of their lowest lanes, are the state of
-// one rank bit for bit.
+// The states of C context ranks, merged as parts in the order of their lowest lanes, are the state
+// of one rank bit for bit.
 TYPED_TEST(AttendBitsTest, ContextRanksMergeToTheWhole) {
     const Model model{.query_heads = 2, .kv_heads = 1, .head_dim = 64};
     constexpr std::int64_t length = 70 * 256 + 17;
@@ -200,7 +214,8 @@ TYPED_TEST(AttendBitsTest, ContextRanksMergeToTheWhole) {
         std::vector<float> lse_parts;
         for (int part = 0; part < ranks; ++part) {
             const int rank = (part + 1) % ranks;  // lane l of slot 1 is on rank (l + 1) mod C
-            const States states = attend(world, run, {.context_rank = rank, .context_ranks = ranks});
+            const States states =
+                attend(world, run, {.context_rank = rank, .context_ranks = ranks});
             out_parts.insert(out_parts.end(), states.out.begin(), states.out.end());
             lse_parts.insert(lse_parts.end(), states.lse.begin(), states.lse.end());
         }
@@ -223,7 +238,8 @@ TYPED_TEST(AttendBitsTest, ContextRanksMergeToTheWhole) {
 TYPED_TEST(AttendBitsTest, RepeatedCallsAgree) {
     const PagedWorld world(*this->device_, this->model_, {}, two_sequences);
     const States first = attend(world, two_runs);
-    for (int i = 0; i < 20; ++i) EXPECT_TRUE(sameBits(first, attend(world, two_runs)));
+    for (int i = 0; i < 20; ++i)
+        EXPECT_TRUE(sameBits(first, attend(world, two_runs)));
 }
 
 }  // namespace

@@ -18,7 +18,8 @@ protected:
         for (std::size_t i = 0; i < lengths.size(); ++i) {
             const int slot = static_cast<int>(i);
             sequences.push_back({.id = slot, .length = lengths[i]});
-            runs.push_back({.slot = slot, .rows = 1, .first_row = slot, .first_position = lengths[i] - 1});
+            runs.push_back(
+                {.slot = slot, .rows = 1, .first_row = slot, .first_position = lengths[i] - 1});
         }
         const PagedWorld world(*device_, model, placement, sequences);
         const States states = attend(world, runs);
@@ -31,8 +32,9 @@ TYPED_TEST_SUITE(AttendTest, Devices, DeviceNames);
 TYPED_TEST(AttendTest, HeadDimsAndFormats) {
     for (const NumberFormat format : {NumberFormat::bf16, NumberFormat::fp16})
         for (const int head_dim : {64, 80, 96, 128, 256})
-            this->checkDecode({.format = format, .query_heads = 8, .kv_heads = 2, .head_dim = head_dim},
-                              {}, {1, 2, 15, 16, 17, 255, 256, 257, 700});
+            this->checkDecode(
+                {.format = format, .query_heads = 8, .kv_heads = 2, .head_dim = head_dim}, {},
+                {1, 2, 15, 16, 17, 255, 256, 257, 700});
 }
 
 TYPED_TEST(AttendTest, GroupsFrom1To128) {
@@ -56,27 +58,31 @@ TYPED_TEST(AttendTest, SeveralTokensAreCausal) {
     const PagedWorld world(*this->device_, model, {.block_size = 16},
                            {{.id = 0, .length = 600}, {.id = 1, .length = 40}});
     // A prompt from the start, and tokens that cross from one stripe to the next.
-    const States states = attend(world, {{.slot = 1, .rows = 40, .first_row = 0, .first_position = 0},
-                                         {.slot = 0, .rows = 100, .first_row = 40, .first_position = 470}});
-    for (std::int64_t row = 0; row < 40; row += 3) expectOracle(world, states, row, 1, row);
-    for (std::int64_t row = 0; row < 100; row += 7) expectOracle(world, states, 40 + row, 0, 470 + row);
+    const States states =
+        attend(world, {{.slot = 1, .rows = 40, .first_row = 0, .first_position = 0},
+                       {.slot = 0, .rows = 100, .first_row = 40, .first_position = 470}});
+    for (std::int64_t row = 0; row < 40; row += 3)
+        expectOracle(world, states, row, 1, row);
+    for (std::int64_t row = 0; row < 100; row += 7)
+        expectOracle(world, states, 40 + row, 0, 470 + row);
 }
 
-// vllm#57156: unused blocks and tails are NaN in every test here; this one has nothing else around a
-// single valid token.
+// vllm#57156: unused blocks and tails are NaN in every test here; this one has nothing else around
+// a single valid token.
 TYPED_TEST(AttendTest, OneValidTokenAmongNan) {
     const Model model{.query_heads = 4, .kv_heads = 2, .head_dim = 96};
     const PagedWorld world(*this->device_, model, {.block_size = 256, .spare_blocks = 5},
                            {{.id = 0, .length = 1}});
-    const States states = attend(world, {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 0}});
+    const States states =
+        attend(world, {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 0}});
     for (int head = 0; head < 4; ++head)
         for (int element = 0; element < 96; ++element)
             EXPECT_EQ(states.out[static_cast<std::size_t>(head * 96 + element)],
                       fromBits(model.format, model.stored(Kind::v, 0, 0, head / 2, element)));
 }
 
-// flashinfer#4450, #4267: a finite stand-in for minus infinity gives zeros. All scores are equal, or
-// differ by whole numbers, so that fp32 holds them exactly.
+// flashinfer#4450, #4267: a finite stand-in for minus infinity gives zeros. All scores are equal,
+// or differ by whole numbers, so that fp32 holds them exactly.
 TYPED_TEST(AttendTest, HugelyNegativeScores) {
     Model model{.query_heads = 2, .kv_heads = 1, .head_dim = 64, .scale = 1.0F};
     for (const float magnitude : {1024.0F, 65536.0F, 0x1p40F}) {
@@ -90,8 +96,8 @@ TYPED_TEST(AttendTest, HugelyNegativeScores) {
     }
 }
 
-// vllm#47079, sglang#33065: a base-2 lse merged as a natural one, or the reverse. The stripes' masses
-// differ by factors from e^0.5 to e^60.
+// vllm#47079, sglang#33065: a base-2 lse merged as a natural one, or the reverse. The stripes'
+// masses differ by factors from e^0.5 to e^60.
 TYPED_TEST(AttendTest, VeryUnequalMassBetweenStripes) {
     Model model{.query_heads = 2, .kv_heads = 1, .head_dim = 64, .scale = 1.0F};
     for (const float step : {0.5F, 2.0F, 20.0F}) {
@@ -99,7 +105,8 @@ TYPED_TEST(AttendTest, VeryUnequalMassBetweenStripes) {
             model.number = [step, rising](Kind kind, int, std::int64_t position, int, int element) {
                 const auto stripe = static_cast<float>(position / stripe_tokens);
                 if (kind == Kind::q) return element == 0 ? 1.0F : 0.0F;
-                if (kind == Kind::k) return element == 0 ? step * (rising ? stripe : 3 - stripe) : 0.0F;
+                if (kind == Kind::k)
+                    return element == 0 ? step * (rising ? stripe : 3 - stripe) : 0.0F;
                 return hashed(4, kind, 0, static_cast<std::uint64_t>(position), 0,
                               static_cast<std::uint64_t>(element));
             };
@@ -116,7 +123,8 @@ TYPED_TEST(AttendTest, OneTokenDominates) {
             if (kind == Kind::k && element == 0) return position == loud ? 12.0F : 0.0F;
             if (kind == Kind::q && element == 0) return 1.0F;
             return hashed(5, kind, 0, static_cast<std::uint64_t>(position), 0,
-                          static_cast<std::uint64_t>(element)) * 0.25F;
+                          static_cast<std::uint64_t>(element)) *
+                   0.25F;
         };
         this->checkDecode(model, {}, {700});
     }
@@ -137,7 +145,8 @@ TYPED_TEST(AttendTest, NanInAValidTokenIsNotHidden) {
             attend(world, {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 299}});
         EXPECT_TRUE(std::isnan(states.out[3]));
         // A row before it does not see it.
-        const States before = attend(world, {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 6}});
+        const States before =
+            attend(world, {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 6}});
         expectOracle(world, before, 0, 0, 6);
     }
 }
@@ -148,12 +157,15 @@ TYPED_TEST(AttendTest, BlockIdsOutOfRangeAreAbsent) {
     const PagedWorld world(*this->device_, model, {.block_size = 16},
                            {{.id = 0, .length = 1000, .absent_blocks = {0, 5, 16, 17, 18, 40, 62}},
                             {.id = 1, .length = 40, .absent_blocks = {2}}});
-    const States states = attend(world, {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 999},
-                                         {.slot = 1, .rows = 40, .first_row = 1, .first_position = 0},
-                                         {.slot = 0, .rows = 30, .first_row = 41, .first_position = 250}});
+    const States states =
+        attend(world, {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 999},
+                       {.slot = 1, .rows = 40, .first_row = 1, .first_position = 0},
+                       {.slot = 0, .rows = 30, .first_row = 41, .first_position = 250}});
     expectOracle(world, states, 0, 0, 999);
-    for (std::int64_t row = 0; row < 40; ++row) expectOracle(world, states, 1 + row, 1, row);
-    for (std::int64_t row = 0; row < 30; ++row) expectOracle(world, states, 41 + row, 0, 250 + row);
+    for (std::int64_t row = 0; row < 40; ++row)
+        expectOracle(world, states, 1 + row, 1, row);
+    for (std::int64_t row = 0; row < 30; ++row)
+        expectOracle(world, states, 41 + row, 0, 250 + row);
 }
 
 void expectEmpty(const States& states) {
@@ -161,7 +173,8 @@ void expectEmpty(const States& states) {
         EXPECT_EQ(number, 0.0F);
         EXPECT_FALSE(std::signbit(number));
     }
-    for (const float lse : states.lse) EXPECT_EQ(lse, empty_lse);
+    for (const float lse : states.lse)
+        EXPECT_EQ(lse, empty_lse);
 }
 
 TYPED_TEST(AttendTest, NothingVisibleIsTheEmptyState) {
@@ -171,15 +184,18 @@ TYPED_TEST(AttendTest, NothingVisibleIsTheEmptyState) {
                             {.id = 1, .length = 100, .absent_blocks = {0}}});
     expectEmpty(attend(world, {{.slot = 0, .rows = 3, .first_row = 0, .first_position = 297}}));
     // The first rows of a block see nothing, the last ones do.
-    const States states = attend(world, {{.slot = 1, .rows = 10, .first_row = 0, .first_position = 60}});
+    const States states =
+        attend(world, {{.slot = 1, .rows = 10, .first_row = 0, .first_position = 60}});
     expectEmpty(rowsOf(states, model, 0, 4));
-    for (std::int64_t row = 4; row < 10; ++row) expectOracle(world, states, row, 1, 60 + row);
+    for (std::int64_t row = 4; row < 10; ++row)
+        expectOracle(world, states, row, 1, 60 + row);
 }
 
 // flashinfer#4975, TensorRT-LLM#15383: a rank without tokens leaves old output.
 TYPED_TEST(AttendTest, LengthOneOnManyContextRanks) {
     const Model model{.query_heads = 4, .kv_heads = 2, .head_dim = 64};
-    const PagedWorld world(*this->device_, model, {}, {{.id = 0, .length = 1}, {.id = 1, .length = 1}});
+    const PagedWorld world(*this->device_, model, {},
+                           {{.id = 0, .length = 1}, {.id = 1, .length = 1}});
     for (const std::int32_t slot : {0, 1})
         for (const int ranks : {2, 8, 64})
             for (int rank = 0; rank < ranks; ++rank) {
@@ -216,12 +232,13 @@ TYPED_TEST(AttendTest, ContextRanksSeeTheirLanesOnly) {
 TYPED_TEST(AttendTest, RowsOfNoRunAreLeftAlone) {
     const Model model{.query_heads = 2, .kv_heads = 1, .head_dim = 64};
     const PagedWorld world(*this->device_, model, {}, {{.id = 0, .length = 9}});
-    const States states = attend(world, {{.slot = 0, .rows = 2, .first_row = 3, .first_position = 7}},
-                                 {.rows = 7});
+    const States states =
+        attend(world, {{.slot = 0, .rows = 2, .first_row = 3, .first_position = 7}}, {.rows = 7});
     expectOracle(world, states, 3, 0, 7);
     expectOracle(world, states, 4, 0, 8);
     for (const std::int64_t row : {0, 1, 2, 5, 6})
-        for (const float number : rowsOf(states, model, row, 1).out) EXPECT_TRUE(std::isnan(number));
+        for (const float number : rowsOf(states, model, row, 1).out)
+            EXPECT_TRUE(std::isnan(number));
     EXPECT_NO_THROW((void)attend(world, {}, {.rows = 1}));
 }
 

@@ -2,7 +2,8 @@
 //   name
 //   make()                 null when it is not here; missing() says why
 //   makeParallel(n)        one that cuts its work for n threads (CPU) or n blocks of threads (CUDA)
-//   makeSparse(device, n)  n bytes of its memory, zeros, with data(), which is null when there is no
+//   makeSparse(device, n)  n bytes of its memory, zeros, with data(), which is null when there is
+//   no
 //                          room
 // Test programs are made for one kind of device each: test_kernels_gpu has KVGRID_TEST_CUDA, and
 // nothing of the CPU device, so that it runs on a machine that has no more than a GPU.
@@ -119,9 +120,9 @@ protected:
     std::unique_ptr<Device> device_ = Traits::make();
 };
 
-// How far attend may be from the oracle, ||x - reference|| / ||reference||: what design.md allows for
-// fp32 output on the CPU, and on CUDA, where products have 16-bit operands, for output in the format
-// of K and V.
+// How far attend may be from the oracle, ||x - reference|| / ||reference||: what design.md allows
+// for fp32 output on the CPU, and on CUDA, where products have 16-bit operands, for output in the
+// format of K and V.
 [[nodiscard]] inline double errorBound(const Device& device, NumberFormat format) {
     if (device.kind() == DeviceKind::cpu) return 1e-5;
     return format == NumberFormat::fp16 ? 1e-3 : 4e-3;
@@ -141,13 +142,20 @@ public:
     DeviceArray(Device& device, std::size_t count)
         : device_(&device),
           count_(count),
-          buffer_(Buffer::onDevice(device, count * sizeof(T)).value()) {}
+          buffer_(Buffer::onDevice(device, count * sizeof(T) + guard_bytes).value()) {}
 
-    // All bits set: NaN for every floating-point format, out of range for block ids.
+    // All bits set: NaN for every floating-point format, out of range for block ids. Behind the
+    // array come guard bytes, which expectGuardIntact looks at.
     static DeviceArray poisoned(Device& device, std::size_t count) {
         DeviceArray array(device, count);
-        device.fill(array.data(), 0xFF, count * sizeof(T), device.defaultStream());
+        device.fill(array.data(), 0xFF, array.buffer_.bytes(), device.defaultStream());
         return array;
+    }
+    void expectGuardIntact() const {
+        std::vector<std::byte> guard(guard_bytes);
+        device_->copy(guard.data(), data() + count_, guard_bytes, device_->defaultStream());
+        device_->synchronize(device_->defaultStream());
+        EXPECT_EQ(guard, std::vector<std::byte>(guard_bytes, std::byte{0xFF}));
     }
     static DeviceArray of(Device& device, const std::vector<T>& values) {
         DeviceArray array(device, values.size());
@@ -170,6 +178,8 @@ public:
     [[nodiscard]] std::size_t size() const { return count_; }
 
 private:
+    static constexpr std::size_t guard_bytes = 4096;
+
     Device* device_;
     std::size_t count_;
     Buffer buffer_;

@@ -1,4 +1,5 @@
-// Conversions: every 16-bit number, and fp32 against a slow reference that searches for the nearest.
+// Conversions: every 16-bit number, and fp32 against a slow reference that searches for the
+// nearest.
 #include "kernels/number_formats.h"
 
 #include <gtest/gtest.h>
@@ -6,9 +7,12 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <random>
 #include <vector>
+
+#include <kvgrid/error.h>
 
 #include "kernels/cpu/convert.h"
 #include "launch/oracle.h"
@@ -75,8 +79,12 @@ void everyNumberRoundTrips(const Layout& layout) {
     }
 }
 
-TEST(NumberFormatsTest, EveryFp16RoundTrips) { everyNumberRoundTrips<NumberFormat::fp16>(fp16_layout); }
-TEST(NumberFormatsTest, EveryBf16RoundTrips) { everyNumberRoundTrips<NumberFormat::bf16>(bf16_layout); }
+TEST(NumberFormatsTest, EveryFp16RoundTrips) {
+    everyNumberRoundTrips<NumberFormat::fp16>(fp16_layout);
+}
+TEST(NumberFormatsTest, EveryBf16RoundTrips) {
+    everyNumberRoundTrips<NumberFormat::bf16>(bf16_layout);
+}
 
 // Each number of the format, the midpoint to its neighbour, and the floats beside both.
 std::vector<float> floatsAround(const Layout& layout) {
@@ -86,7 +94,8 @@ std::vector<float> floatsAround(const Layout& layout) {
         const double high = definition(static_cast<std::uint16_t>(bits + 1), layout);
         for (const double center : {low, (low + high) / 2}) {
             const auto value = static_cast<float>(center);
-            for (const float near : {value, std::nextafter(value, INFINITY), std::nextafter(value, -INFINITY)})
+            for (const float near :
+                 {value, std::nextafter(value, INFINITY), std::nextafter(value, -INFINITY)})
                 if (std::isfinite(near)) {
                     values.push_back(near);
                     values.push_back(-near);
@@ -103,8 +112,9 @@ std::vector<float> randomFloats() {
         const auto value = std::bit_cast<float>(static_cast<std::uint32_t>(random()));
         if (std::isfinite(value)) values.push_back(value);
     }
-    for (std::uint32_t bits : {0x00000001U, 0x007FFFFFU, 0x00800000U, 0x7F7FFFFFU, 0x33000000U, 0x33000001U,
-                               0x477FEFFFU, 0x477FF000U, 0x477FFFFFU, 0x47800000U, 0x387FC000U, 0x387FE000U})
+    for (std::uint32_t bits :
+         {0x00000001U, 0x007FFFFFU, 0x00800000U, 0x7F7FFFFFU, 0x33000000U, 0x33000001U, 0x477FEFFFU,
+          0x477FF000U, 0x477FFFFFU, 0x47800000U, 0x387FC000U, 0x387FE000U})
         values.push_back(std::bit_cast<float>(bits));
     return values;
 }
@@ -138,7 +148,8 @@ void specialsStaySpecial(std::uint16_t infinity) {
     EXPECT_EQ(Stored<format>::fromFloat(0.0F), 0);
     EXPECT_EQ(Stored<format>::fromFloat(-0.0F), 0x8000);
     // NaN whose payload is only in the bits that are cut off must not become infinity.
-    for (const std::uint32_t bits : {0x7F800001U, 0x7F801FFFU, 0x7FC00000U, 0x7FFFFFFFU, 0xFF800001U, 0xFFFFFFFFU}) {
+    for (const std::uint32_t bits :
+         {0x7F800001U, 0x7F801FFFU, 0x7FC00000U, 0x7FFFFFFFU, 0xFF800001U, 0xFFFFFFFFU}) {
         const std::uint16_t stored = Stored<format>::fromFloat(std::bit_cast<float>(bits));
         EXPECT_GT(stored & 0x7FFF, infinity);
         EXPECT_EQ(stored >> 15, bits >> 31);
@@ -150,7 +161,8 @@ TEST(NumberFormatsTest, SpecialsStaySpecial) {
     specialsStaySpecial<NumberFormat::bf16>(0x7F80);
 }
 
-static_assert(fp16ToFloat(0x3C00) == 1.0F && fp16FromFloat(65520.0F) == 0x7C00 && fp16FromFloat(0x1p-25F) == 0);
+static_assert(fp16ToFloat(0x3C00) == 1.0F && fp16FromFloat(65520.0F) == 0x7C00 &&
+              fp16FromFloat(0x1p-25F) == 0);
 static_assert(bf16ToFloat(0xC000) == -2.0F && bf16FromFloat(1.00390625F) == 0x3F80);
 
 // The vectorised rows give the bits of the shared scalar functions, at any length.
@@ -159,7 +171,8 @@ TEST(NumberFormatsTest, VectorisedRowsGiveTheSameBits) {
     for (const std::uint32_t bits : {0x7F800000U, 0xFF800000U, 0x7F800001U, 0xFFC12345U})
         values.push_back(std::bit_cast<float>(bits));
     std::shuffle(values.begin(), values.end(), std::mt19937(2));
-    for (const std::size_t count : {std::size_t{0}, std::size_t{1}, std::size_t{17}, values.size()}) {
+    for (const std::size_t count :
+         {std::size_t{0}, std::size_t{1}, std::size_t{17}, values.size()}) {
         for (const NumberFormat format : {NumberFormat::fp16, NumberFormat::bf16}) {
             std::vector<std::uint16_t> stored(count + 1, 0xABCD);
             cpu::fromFloats(format, values.data(), static_cast<std::int64_t>(count), stored.data());
@@ -169,13 +182,15 @@ TEST(NumberFormatsTest, VectorisedRowsGiveTheSameBits) {
                 const bool is_fp16 = format == NumberFormat::fp16;
                 ASSERT_EQ(stored[i], is_fp16 ? fp16FromFloat(values[i]) : bf16FromFloat(values[i]));
                 ASSERT_EQ(std::bit_cast<std::uint32_t>(back[i]),
-                          std::bit_cast<std::uint32_t>(is_fp16 ? fp16ToFloat(stored[i]) : bf16ToFloat(stored[i])));
+                          std::bit_cast<std::uint32_t>(is_fp16 ? fp16ToFloat(stored[i])
+                                                               : bf16ToFloat(stored[i])));
             }
             EXPECT_EQ(stored[count], 0xABCD);
             EXPECT_EQ(back[count], 7.0F);
         }
         std::vector<float> copy(count);
-        cpu::fromFloats(NumberFormat::fp32, values.data(), static_cast<std::int64_t>(count), copy.data());
+        cpu::fromFloats(NumberFormat::fp32, values.data(), static_cast<std::int64_t>(count),
+                        copy.data());
         EXPECT_TRUE(count == 0 || std::memcmp(copy.data(), values.data(), 4 * count) == 0);
     }
     float number = 1;

@@ -1,5 +1,5 @@
-// Offsets beyond 2^31 and 2^32 elements: faults 1 to 5 of comparable systems were 32-bit products here.
-// The memory is sparse, so only what is touched is there.
+// Offsets beyond 2^31 and 2^32 elements: faults 1 to 5 of comparable systems were 32-bit products
+// here. The memory is sparse, so only what is touched is there.
 #include "tests/kernels/paged_world.h"
 
 namespace kvgrid::test {
@@ -16,24 +16,43 @@ protected:
 
     // Appends and attends `tokens` tokens of sequence 0, whose blocks are `ids`, in a pool of these
     // strides, and compares the output with the oracle and the gathered K and V with the inputs.
-    void check(const PoolView& pool, const std::vector<std::int32_t>& ids, std::int64_t layer, std::int64_t tokens) {
+    void check(const PoolView& pool, const std::vector<std::int32_t>& ids, std::int64_t layer,
+               std::int64_t tokens) {
         Device& device = *device_;
         const auto table = DeviceArray<std::int32_t>::of(device, ids);
         const BlockTableView tables{table.data(), static_cast<std::int64_t>(ids.size())};
-        const auto runs = DeviceArray<kvgrid::Run>::of(
-            device, {{.slot = 0, .rows = static_cast<std::int32_t>(tokens), .first_row = 0, .first_position = 0}});
+        const auto runs =
+            DeviceArray<kvgrid::Run>::of(device, {{.slot = 0,
+                                                   .rows = static_cast<std::int32_t>(tokens),
+                                                   .first_row = 0,
+                                                   .first_position = 0}});
         const auto k = numbers(Kind::k, tokens);
         const auto v = numbers(Kind::v, tokens);
         const auto device_k = DeviceArray<std::uint16_t>::of(device, k);
         const auto device_v = DeviceArray<std::uint16_t>::of(device, v);
-        device.operations().append({.rows = tokens, .query_heads = 2, .kv_heads = 1, .head_dim = head_dim,
-                                    .k = device_k.data(), .v = device_v.data(), .runs = runs.data(), .run_count = 1,
-                                    .tables = tables, .pool = pool, .layer = layer},
+        device.operations().append({.rows = tokens,
+                                    .query_heads = 2,
+                                    .kv_heads = 1,
+                                    .head_dim = head_dim,
+                                    .k = device_k.data(),
+                                    .v = device_v.data(),
+                                    .runs = runs.data(),
+                                    .run_count = 1,
+                                    .tables = tables,
+                                    .pool = pool,
+                                    .layer = layer},
                                    device.defaultStream());
         const auto gathered_k = DeviceArray<std::uint16_t>::poisoned(device, k.size());
         const auto gathered_v = DeviceArray<std::uint16_t>::poisoned(device, v.size());
-        device.operations().gather({.slot = 0, .tokens = tokens, .kv_heads = 1, .head_dim = head_dim, .tables = tables,
-                                    .pool = pool, .layer = layer, .k = gathered_k.data(), .v = gathered_v.data()},
+        device.operations().gather({.slot = 0,
+                                    .tokens = tokens,
+                                    .kv_heads = 1,
+                                    .head_dim = head_dim,
+                                    .tables = tables,
+                                    .pool = pool,
+                                    .layer = layer,
+                                    .k = gathered_k.data(),
+                                    .v = gathered_v.data()},
                                    device.defaultStream());
         EXPECT_TRUE(sameBits(k, gathered_k.download()));
         EXPECT_TRUE(sameBits(v, gathered_v.download()));
@@ -43,24 +62,39 @@ protected:
     std::vector<std::uint16_t> numbers(Kind kind, std::int64_t tokens) const {
         std::vector<std::uint16_t> result;
         for (std::int64_t position = 0; position < tokens; ++position)
-            for (int i = 0; i < head_dim; ++i) result.push_back(model_.stored(kind, 0, position, 0, i));
+            for (int i = 0; i < head_dim; ++i)
+                result.push_back(model_.stored(kind, 0, position, 0, i));
         return result;
     }
 
-    void expectAttention(const PoolView& pool, const BlockTableView& tables, std::int64_t layer, std::int64_t position) {
+    void expectAttention(const PoolView& pool, const BlockTableView& tables, std::int64_t layer,
+                         std::int64_t position) {
         Device& device = *device_;
         std::vector<float> q;
-        for (int i = 0; i < 2 * head_dim; ++i) q.push_back(model_.value(Kind::q, 0, position, i / head_dim, i % head_dim));
+        for (int i = 0; i < 2 * head_dim; ++i)
+            q.push_back(model_.value(Kind::q, 0, position, i / head_dim, i % head_dim));
         const auto device_q = DeviceArray<float>::of(device, q);
         const auto runs = DeviceArray<kvgrid::Run>::of(
             device, {{.slot = 0, .rows = 1, .first_row = 0, .first_position = position}});
         const auto out = DeviceArray<float>::poisoned(device, 2 * head_dim);
         const auto lse = DeviceArray<float>::poisoned(device, 2);
-        const auto workspace = DeviceArray<std::byte>::poisoned(device, device.operations().attendWorkspaceBytes(1, 2, head_dim));
-        device.operations().attend({.query_heads = 2, .kv_heads = 1, .head_dim = head_dim, .scale = model_.softmaxScale(),
-                                    .q = device_q.data(), .runs = runs.data(), .run_count = 1, .max_position = position,
-                                    .tables = tables, .pool = pool, .layer = layer, .out = out.data(), .lse = lse.data(),
-                                    .workspace = workspace.data(), .workspace_bytes = workspace.size()},
+        const auto workspace = DeviceArray<std::byte>::poisoned(
+            device, device.operations().attendWorkspaceBytes(1, 2, head_dim));
+        device.operations().attend({.query_heads = 2,
+                                    .kv_heads = 1,
+                                    .head_dim = head_dim,
+                                    .scale = model_.softmaxScale(),
+                                    .q = device_q.data(),
+                                    .runs = runs.data(),
+                                    .run_count = 1,
+                                    .max_position = position,
+                                    .tables = tables,
+                                    .pool = pool,
+                                    .layer = layer,
+                                    .out = out.data(),
+                                    .lse = lse.data(),
+                                    .workspace = workspace.data(),
+                                    .workspace_bytes = workspace.size()},
                                    device.defaultStream());
         const PagedWorld world(device, model_, {}, {{.id = 0, .length = position + 1}});
         expectOracle(world, {out.download(), lse.download()}, 0, 0, position);
@@ -75,10 +109,12 @@ TYPED_TEST(OffsetsTest, PoolBeyond32BitsOfElements) {
     constexpr std::int64_t block_elements = 2 * 2 * block_size * head_dim;
     const std::int64_t blocks = (std::int64_t{1} << 32) / block_elements + 5;
     PoolView pool = strides(this->model_, placement, block_size, blocks);
-    const auto memory = TestFixture::Make::makeSparse(*this->device_, static_cast<std::size_t>(blocks * pool.block_stride));
+    const auto memory = TestFixture::Make::makeSparse(
+        *this->device_, static_cast<std::size_t>(blocks * pool.block_stride));
     if (memory->data() == nullptr) GTEST_SKIP() << "no room for a pool of 2^32 elements";
     pool.data = memory->data();
-    for (const std::int64_t elements : {std::int64_t{1} << 30, std::int64_t{1} << 31, std::int64_t{1} << 32}) {
+    for (const std::int64_t elements :
+         {std::int64_t{1} << 30, std::int64_t{1} << 31, std::int64_t{1} << 32}) {
         const auto id = static_cast<std::int32_t>(elements / block_elements);
         this->check(pool, {id - 1, id, id + 1}, 1, 3 * block_size - 5);
     }
@@ -92,11 +128,13 @@ TYPED_TEST(OffsetsTest, LayerMajorPoolBeyond32BitsOfElements) {
     const Placement placement{.layout = Layout::layer_major, .layers = 4};
     const std::int64_t blocks = (std::int64_t{1} << 29) / (block_size * head_dim) + 3;
     PoolView pool = strides(this->model_, placement, block_size, blocks);
-    const auto memory = TestFixture::Make::makeSparse(*this->device_, static_cast<std::size_t>(2 * 4 * pool.layer_stride));
+    const auto memory = TestFixture::Make::makeSparse(
+        *this->device_, static_cast<std::size_t>(2 * 4 * pool.layer_stride));
     if (memory->data() == nullptr) GTEST_SKIP() << "no room for a pool of 2^32 elements";
     pool.data = memory->data();
     const auto last = static_cast<std::int32_t>(blocks - 1);
-    for (const std::int64_t layer : {0, 3}) this->check(pool, {last, 0, last - 1}, layer, 40);
+    for (const std::int64_t layer : {0, 3})
+        this->check(pool, {last, 0, last - 1}, layer, 40);
 }
 
 // ROCm/aiter#2608: block size 1, more than 4 GB of K a layer.
@@ -104,7 +142,8 @@ TYPED_TEST(OffsetsTest, BlockSizeOne) {
     const Placement placement{.layout = Layout::layer_major, .layers = 2};
     const std::int64_t blocks = (std::int64_t{5} << 30) / row_bytes;
     PoolView pool = strides(this->model_, placement, 1, blocks);
-    const auto memory = TestFixture::Make::makeSparse(*this->device_, static_cast<std::size_t>(4 * pool.layer_stride));
+    const auto memory = TestFixture::Make::makeSparse(
+        *this->device_, static_cast<std::size_t>(4 * pool.layer_stride));
     if (memory->data() == nullptr) GTEST_SKIP() << "no room for 20 GB";
     pool.data = memory->data();
     std::vector<std::int32_t> ids;
@@ -125,14 +164,19 @@ TYPED_TEST(OffsetsTest, QueryBeyond32BitsOfElements) {
     const auto q = TestFixture::Make::makeSparse(device, rows * width * 4);
     const auto out = TestFixture::Make::makeSparse(device, rows * width * 4);
     const auto lse = TestFixture::Make::makeSparse(device, rows * query_heads * 4);
-    if (!q_in->data() || !q->data() || !out->data() || !lse->data()) GTEST_SKIP() << "no room for 2^32 elements of q";
+    if (!q_in->data() || !q->data() || !out->data() || !lse->data())
+        GTEST_SKIP() << "no room for 2^32 elements of q";
     std::vector<std::uint16_t> q_row;
     std::vector<std::uint16_t> kv_row(2 * head_dim);
     for (std::int64_t i = 0; i < width; ++i)
-        q_row.push_back(toBits(NumberFormat::bf16, model.value(Kind::q, 0, 19, static_cast<int>(i / head_dim), static_cast<int>(i % head_dim))));
+        q_row.push_back(
+            toBits(NumberFormat::bf16, model.value(Kind::q, 0, 19, static_cast<int>(i / head_dim),
+                                                   static_cast<int>(i % head_dim))));
     constexpr std::int64_t row = rows - 1;
-    device.copy(q_in->data() + row * width * 2, q_row.data(), q_row.size() * 2, device.defaultStream());
-    const auto runs = DeviceArray<kvgrid::Run>::of(device, {{.slot = 0, .rows = 1, .first_row = row, .first_position = 19}});
+    device.copy(q_in->data() + row * width * 2, q_row.data(), q_row.size() * 2,
+                device.defaultStream());
+    const auto runs = DeviceArray<kvgrid::Run>::of(
+        device, {{.slot = 0, .rows = 1, .first_row = row, .first_position = 19}});
     // K and V of the row are the ones that the pool holds already.
     const auto kv_in = TestFixture::Make::makeSparse(device, rows * head_dim * 2);
     const auto v_in = TestFixture::Make::makeSparse(device, rows * head_dim * 2);
@@ -140,25 +184,48 @@ TYPED_TEST(OffsetsTest, QueryBeyond32BitsOfElements) {
         kv_row[static_cast<std::size_t>(i)] = model.stored(Kind::k, 0, 19, 0, i);
         kv_row[static_cast<std::size_t>(head_dim + i)] = model.stored(Kind::v, 0, 19, 0, i);
     }
-    device.copy(kv_in->data() + row * head_dim * 2, kv_row.data(), head_dim * 2, device.defaultStream());
-    device.copy(v_in->data() + row * head_dim * 2, kv_row.data() + head_dim, head_dim * 2, device.defaultStream());
-    device.operations().append({.rows = rows, .query_heads = query_heads, .kv_heads = 1, .head_dim = head_dim,
-                                .q = q_in->data(), .k = kv_in->data(), .v = v_in->data(),
-                                .q_rotated = reinterpret_cast<float*>(q->data()), .runs = runs.data(), .run_count = 1,
-                                .tables = world.tables(), .pool = world.pool(), .layer = world.layer()},
+    device.copy(kv_in->data() + row * head_dim * 2, kv_row.data(), head_dim * 2,
+                device.defaultStream());
+    device.copy(v_in->data() + row * head_dim * 2, kv_row.data() + head_dim, head_dim * 2,
+                device.defaultStream());
+    device.operations().append({.rows = rows,
+                                .query_heads = query_heads,
+                                .kv_heads = 1,
+                                .head_dim = head_dim,
+                                .q = q_in->data(),
+                                .k = kv_in->data(),
+                                .v = v_in->data(),
+                                .q_rotated = reinterpret_cast<float*>(q->data()),
+                                .runs = runs.data(),
+                                .run_count = 1,
+                                .tables = world.tables(),
+                                .pool = world.pool(),
+                                .layer = world.layer()},
                                device.defaultStream());
     EXPECT_TRUE(sameBits(world.image(), world.downloadPool()));
-    const auto workspace = DeviceArray<std::byte>::poisoned(device, device.operations().attendWorkspaceBytes(1, query_heads, head_dim));
-    device.operations().attend({.query_heads = query_heads, .kv_heads = 1, .head_dim = head_dim, .scale = model.softmaxScale(),
-                                .q = reinterpret_cast<const float*>(q->data()), .runs = runs.data(), .run_count = 1,
-                                .max_position = 19, .tables = world.tables(), .pool = world.pool(), .layer = world.layer(),
-                                .out = reinterpret_cast<float*>(out->data()), .lse = reinterpret_cast<float*>(lse->data()),
-                                .workspace = workspace.data(), .workspace_bytes = workspace.size()},
+    const auto workspace = DeviceArray<std::byte>::poisoned(
+        device, device.operations().attendWorkspaceBytes(1, query_heads, head_dim));
+    device.operations().attend({.query_heads = query_heads,
+                                .kv_heads = 1,
+                                .head_dim = head_dim,
+                                .scale = model.softmaxScale(),
+                                .q = reinterpret_cast<const float*>(q->data()),
+                                .runs = runs.data(),
+                                .run_count = 1,
+                                .max_position = 19,
+                                .tables = world.tables(),
+                                .pool = world.pool(),
+                                .layer = world.layer(),
+                                .out = reinterpret_cast<float*>(out->data()),
+                                .lse = reinterpret_cast<float*>(lse->data()),
+                                .workspace = workspace.data(),
+                                .workspace_bytes = workspace.size()},
                                device.defaultStream());
     std::vector<float> out_row(width);
     std::vector<float> lse_row(query_heads);
     device.copy(out_row.data(), out->data() + row * width * 4, width * 4, device.defaultStream());
-    device.copy(lse_row.data(), lse->data() + row * query_heads * 4, query_heads * 4, device.defaultStream());
+    device.copy(lse_row.data(), lse->data() + row * query_heads * 4, query_heads * 4,
+                device.defaultStream());
     device.synchronize(device.defaultStream());
     // The row's q was rounded to bf16, the oracle's is not: compare with the same rounding.
     Model rounded = model;
@@ -178,12 +245,14 @@ TYPED_TEST(OffsetsTest, CopyBlocksBeyond32Bits) {
     if (memory->data() == nullptr) GTEST_SKIP() << "no room for 9 GB";
     const std::vector<std::uint16_t> image(block_bytes / 2, 0x1234);
     constexpr auto last = static_cast<std::int32_t>(blocks - 1);
-    device.copy(memory->data() + last * block_bytes, image.data(), block_bytes, device.defaultStream());
+    device.copy(memory->data() + last * block_bytes, image.data(), block_bytes,
+                device.defaultStream());
     const BlockRuns runs{memory->data(), block_bytes, 1, 0, 1, 0, block_bytes};
     const std::vector<BlockPair> pairs{{.source = last, .destination = last - 1}};
     device.operations().copyBlocks({runs, runs, pairs.data(), 1}, device.defaultStream());
     std::vector<std::uint16_t> copied(image.size());
-    device.copy(copied.data(), memory->data() + (last - 1) * block_bytes, block_bytes, device.defaultStream());
+    device.copy(copied.data(), memory->data() + (last - 1) * block_bytes, block_bytes,
+                device.defaultStream());
     device.synchronize(device.defaultStream());
     EXPECT_TRUE(sameBits(image, copied));
 }

@@ -42,7 +42,8 @@ TEST(OracleTest, LargeScoresDoNotOverflow) {
     const State state = attention(q, k, v, 1.0);
     EXPECT_EQ(state.out[0], 2.0);
     EXPECT_NEAR(state.lse, 1e5 + std::numbers::ln2, 1e-10);
-    const State negative = attention(q, std::vector<double>{-1e6, -1e6}, std::vector<double>{1.0, 3.0}, 1.0);
+    const State negative =
+        attention(q, std::vector<double>{-1e6, -1e6}, std::vector<double>{1.0, 3.0}, 1.0);
     EXPECT_EQ(negative.out[0], 2.0);
     EXPECT_NEAR(negative.lse, -1e6 + std::numbers::ln2, 1e-9);
 }
@@ -93,11 +94,12 @@ double angleOf(int pair, const Rotary& rotary) {
     std::vector<float> head(static_cast<std::size_t>(rotary.dim), 0.0F);
     head[static_cast<std::size_t>(pair)] = 1.0F;
     rotate(head, 1, rotary);
-    return std::atan2(head[static_cast<std::size_t>(pair + rotary.dim / 2)], head[static_cast<std::size_t>(pair)]);
+    return std::atan2(head[static_cast<std::size_t>(pair + rotary.dim / 2)],
+                      head[static_cast<std::size_t>(pair)]);
 }
 
-// Llama 3.1's bands: wavelengths below 8192 / 4 stay, above 8192 / 1 grow eightfold, and between them
-// the frequency is blended linearly in (turns within the original context), from 1 to 4 turns.
+// Llama 3.1's bands: wavelengths below 8192 / 4 stay, above 8192 / 1 grow eightfold, and between
+// them the frequency is blended linearly in (turns within the original context), from 1 to 4 turns.
 TEST(OracleTest, Llama3ScalingBands) {
     const Rotary plain{.dim = 128, .theta = 500000.0};
     Rotary scaled = plain;
@@ -129,7 +131,8 @@ TEST(OracleTest, RelativeError) {
     EXPECT_EQ(relativeError(std::vector<float>{3.0F, 4.5F}, reference), 0.1);
     EXPECT_EQ(relativeError(std::vector<float>{0.0F, 0.0F}, reference), 1.0);
     EXPECT_EQ(relativeError(std::vector<float>{0.0F, 0.0F}, std::vector<double>{0.0, 0.0}), 0.0);
-    EXPECT_EQ(relativeError(std::vector<float>{0.0F, 1e-30F}, std::vector<double>{0.0, 0.0}), infinity);
+    EXPECT_EQ(relativeError(std::vector<float>{0.0F, 1e-30F}, std::vector<double>{0.0, 0.0}),
+              infinity);
     EXPECT_EQ(relativeError(std::vector<float>{3.0F, std::nanf("")}, reference), infinity);
     EXPECT_EQ(relativeError(std::vector<float>{3.0F, INFINITY}, reference), infinity);
     EXPECT_EQ(relativeError(std::vector<float>{3.0F}, reference), infinity);

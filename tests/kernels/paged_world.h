@@ -1,6 +1,6 @@
-// Sequences in a paged pool whose every number follows from (seed, sequence, position, head, element),
-// so that the same tokens can be laid out in many ways. What no token owns is poison: NaN in the
-// pool, ids out of range in the tables, NaN in outputs and workspace.
+// Sequences in a paged pool whose every number follows from (seed, sequence, position, head,
+// element), so that the same tokens can be laid out in many ways. What no token owns is poison: NaN
+// in the pool, ids out of range in the tables, NaN in outputs and workspace.
 #pragma once
 
 #include <algorithm>
@@ -51,8 +51,8 @@ struct Model {
     float scale = 0.0F;  // 0: 1 / sqrt(head_dim)
     std::uint64_t seed = 1;
     // Numbers other than `hashed`, before they are rounded to the format.
-    std::function<float(Kind, int sequence, std::int64_t position, int head, int element)>
-        number = {};
+    std::function<float(Kind, int sequence, std::int64_t position, int head, int element)> number =
+        {};
 
     [[nodiscard]] int group() const { return query_heads / kv_heads; }
     [[nodiscard]] float softmaxScale() const {
@@ -78,9 +78,9 @@ struct Placement {
     Layout layout = Layout::block_major;
     int layers = 2;
     int layer = 1;
-    unsigned permutation = 1;    // of the block ids; 0: in order
-    int spare_blocks = 3;        // that no sequence owns
-    int spare_columns = 2;       // of the tables, with ids out of range
+    unsigned permutation = 1;  // of the block ids; 0: in order
+    int spare_blocks = 3;      // that no sequence owns
+    int spare_columns = 2;     // of the tables, with ids out of range
 };
 
 struct Sequence {
@@ -92,10 +92,9 @@ struct Sequence {
 
 // An id out of range, another one each time.
 inline std::int32_t wildId(std::int64_t i, std::int64_t max_num_blocks) {
-    const std::int32_t wild[] = {static_cast<std::int32_t>(max_num_blocks), -1,
-                                 std::numeric_limits<std::int32_t>::max(),
-                                 std::numeric_limits<std::int32_t>::min(),
-                                 static_cast<std::int32_t>(max_num_blocks + 1)};
+    const std::int32_t wild[] = {
+        static_cast<std::int32_t>(max_num_blocks), -1, std::numeric_limits<std::int32_t>::max(),
+        std::numeric_limits<std::int32_t>::min(), static_cast<std::int32_t>(max_num_blocks + 1)};
     return wild[i % 5];
 }
 
@@ -107,7 +106,8 @@ inline PoolView strides(const Model& model, const Placement& placement, std::int
     pool.max_num_blocks = blocks;
     pool.block_size = block_size;
     pool.format = model.format;
-    if (placement.layout == Layout::layer_major) {  // [K, V][layer][block][token][KV head][head_dim]
+    if (placement.layout ==
+        Layout::layer_major) {  // [K, V][layer][block][token][KV head][head_dim]
         pool.head_stride = row;
         pool.token_stride = row * model.kv_heads;
         pool.block_stride = pool.token_stride * block_size;
@@ -127,12 +127,15 @@ class PagedWorld {
 public:
     PagedWorld(Device& device, const Model& model, const Placement& placement,
                std::vector<Sequence> sequences)
-        : device_(&device), model_(model), sequences_(std::move(sequences)) {
+        : device_(&device),
+          model_(model),
+          sequences_(std::move(sequences)) {
         layOut(placement);
         pool_.data = nullptr;
         image_.assign(static_cast<std::size_t>(bytes_ / 2), 0xFFFF);
         for (std::size_t slot = 0; slot < sequences_.size(); ++slot)
-            for (std::int64_t position = sequences_[slot].first; position < sequences_[slot].length; ++position)
+            for (std::int64_t position = sequences_[slot].first; position < sequences_[slot].length;
+                 ++position)
                 if (present(slot, position)) writeToken(static_cast<int>(slot), position);
         pool_memory_.push_back(DeviceArray<std::uint16_t>::of(device, image_));
         pool_.data = reinterpret_cast<std::byte*>(pool_memory_.back().data());
@@ -152,7 +155,8 @@ public:
 
     [[nodiscard]] bool present(std::size_t slot, std::int64_t position) const {
         const auto& absent = sequences_[slot].absent_blocks;
-        return position >= sequences_[slot].first && std::find(absent.begin(), absent.end(), position / pool_.block_size) == absent.end();
+        return position >= sequences_[slot].first &&
+               std::find(absent.begin(), absent.end(), position / pool_.block_size) == absent.end();
     }
 
     // Where an element lies in image(); `kind` k or v.
@@ -180,7 +184,8 @@ public:
 private:
     void layOut(const Placement& placement) {
         std::int64_t longest = 1;
-        for (const Sequence& sequence : sequences_) longest = std::max(longest, sequence.length);
+        for (const Sequence& sequence : sequences_)
+            longest = std::max(longest, sequence.length);
         std::int64_t block_size = placement.block_size;
         if (placement.layout == Layout::contiguous)
             block_size = (longest + stripe_tokens - 1) / stripe_tokens * stripe_tokens;
@@ -205,8 +210,8 @@ private:
             for (std::int64_t column = 0; column < columns_; ++column) {
                 const auto& absent = sequence.absent_blocks;
                 const bool own = column >= begin && column < end;
-                const bool wild = !own ||
-                                  std::find(absent.begin(), absent.end(), column) != absent.end();
+                const bool wild =
+                    !own || std::find(absent.begin(), absent.end(), column) != absent.end();
                 table_.push_back(wild ? wildId(column, blocks) : *next);
                 if (own) ++next;
             }
@@ -255,8 +260,7 @@ struct AttendOptions {
 };
 
 // Runs attend for `runs`. q of a row is the model's, for the run's sequence and position.
-inline States attend(const PagedWorld& world, const Runs& runs,
-                     const AttendOptions& options = {}) {
+inline States attend(const PagedWorld& world, const Runs& runs, const AttendOptions& options = {}) {
     Device& device = world.device();
     const Model& model = world.model();
     std::int64_t rows = options.rows;
@@ -272,10 +276,11 @@ inline States attend(const PagedWorld& world, const Runs& runs,
         for (std::int64_t row = 0; row < run.rows; ++row)
             for (int head = 0; head < model.query_heads; ++head)
                 for (int element = 0; element < model.head_dim; ++element)
-                    q[static_cast<std::size_t>(
-                        ((run.first_row + row) * model.query_heads + head) * model.head_dim +
-                        element)] =
-                        model.value(Kind::q, world.sequences()[static_cast<std::size_t>(run.slot)].id,
+                    q[static_cast<std::size_t>(((run.first_row + row) * model.query_heads + head) *
+                                                   model.head_dim +
+                                               element)] =
+                        model.value(Kind::q,
+                                    world.sequences()[static_cast<std::size_t>(run.slot)].id,
                                     run.first_position + row, head, element);
     const auto device_q = DeviceArray<float>::of(device, q);
     const auto device_runs = DeviceArray<Run>::of(device, runs);
@@ -301,6 +306,9 @@ inline States attend(const PagedWorld& world, const Runs& runs,
                               .workspace = workspace.data(),
                               .workspace_bytes = workspace.size()};
     device.operations().attend(params, device.defaultStream());
+    out.expectGuardIntact();
+    lse.expectGuardIntact();
+    workspace.expectGuardIntact();
     return {out.download(), lse.download()};
 }
 
@@ -326,7 +334,8 @@ inline oracle::State oracleState(const PagedWorld& world, int slot, std::int64_t
     for (int element = 0; element < model.head_dim; ++element)
         q.push_back(model.value(Kind::q, id, position, query_head, element));
     for (std::int64_t token = 0; token <= position; ++token) {
-        if (!world.present(static_cast<std::size_t>(slot), token) || (sees && !sees(token))) continue;
+        if (!world.present(static_cast<std::size_t>(slot), token) || (sees && !sees(token)))
+            continue;
         for (int element = 0; element < model.head_dim; ++element) {
             k.push_back(fromBits(model.format, model.stored(Kind::k, id, token, kv_head, element)));
             v.push_back(fromBits(model.format, model.stored(Kind::v, id, token, kv_head, element)));

@@ -1,5 +1,5 @@
-// Every instruction set that the CPU operations are compiled for and this machine has: each is right,
-// and each keeps its own bits whatever surrounds a row.
+// Every instruction set that the CPU operations are compiled for and this machine has: each is
+// right, and each keeps its own bits whatever surrounds a row.
 #include "kernels/cpu/simd_targets.h"
 // Highway comes after the choice of targets.
 #include <hwy/targets.h>
@@ -32,14 +32,21 @@ TEST_F(SimdTargetsTest, EachIsRight) {
         for (const NumberFormat format : {NumberFormat::bf16, NumberFormat::fp16})
             for (const int head_dim : {64, 80, 96, 128, 256})
                 for (const int group : {1, 2, 4, 7}) {
-                    const Model model{.format = format, .query_heads = group, .kv_heads = 1, .head_dim = head_dim};
-                    const PagedWorld world(*device_, model, {.block_size = 32}, {{.id = 0, .length = 400}});
-                    const States states = attend(world, {{.slot = 0, .rows = 5, .first_row = 0, .first_position = 395}});
+                    const Model model{.format = format,
+                                      .query_heads = group,
+                                      .kv_heads = 1,
+                                      .head_dim = head_dim};
+                    const PagedWorld world(*device_, model, {.block_size = 32},
+                                           {{.id = 0, .length = 400}});
+                    const States states = attend(
+                        world, {{.slot = 0, .rows = 5, .first_row = 0, .first_position = 395}});
                     for (std::int64_t row = 0; row < 5; ++row) {
                         expectOracle(world, states, row, 0, 395 + row);
-                        EXPECT_TRUE(sameBits(
-                            rowsOf(states, model, row, 1),
-                            attend(world, {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 395 + row}})));
+                        EXPECT_TRUE(sameBits(rowsOf(states, model, row, 1),
+                                             attend(world, {{.slot = 0,
+                                                             .rows = 1,
+                                                             .first_row = 0,
+                                                             .first_position = 395 + row}})));
                     }
                 }
     }
@@ -53,12 +60,14 @@ TEST_F(SimdTargetsTest, Fp16SubnormalsAndSpecials) {
     for (const std::int64_t target : hwy::SupportedAndGeneratedTargets()) {
         choose(target);
         SCOPED_TRACE(device_->description());
-        for (const std::uint16_t bits : {0x0001, 0x03FF, 0x0400, 0x8001, 0x7BFF, 0xFBFF, 0x8000, 0x7C00, 0xFC00, 0x7E00}) {
+        for (const std::uint16_t bits :
+             {0x0001, 0x03FF, 0x0400, 0x8001, 0x7BFF, 0xFBFF, 0x8000, 0x7C00, 0xFC00, 0x7E00}) {
             model.number = [bits](Kind kind, int, std::int64_t, int, int element) {
                 return kind == Kind::v && element == 5 ? fp16ToFloat(bits) : 0.0F;
             };
             const PagedWorld world(*device_, model, {}, {{.id = 0, .length = 1}});
-            const States states = attend(world, {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 0}});
+            const States states =
+                attend(world, {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 0}});
             const float expected = fp16ToFloat(bits);
             if (std::isnan(expected))
                 EXPECT_TRUE(std::isnan(states.out[5]));

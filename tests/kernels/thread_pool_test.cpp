@@ -27,15 +27,16 @@ TEST(ThreadPoolTest, EveryIndexOnce) {
                 if (thread < 0 || thread >= threads) in_range = false;
                 calls[static_cast<std::size_t>(index)].fetch_add(1);
             });
-            for (const auto& call : calls) EXPECT_EQ(call.load(), 1);
+            for (const auto& call : calls)
+                EXPECT_EQ(call.load(), 1);
             EXPECT_TRUE(in_range);
         }
         pool.parallelFor(-5, [](std::int64_t, int) { FAIL(); });
     }
 }
 
-// What a task wrote is visible to the caller, and what the caller wrote before to the tasks; a thread
-// number is never in use twice at a time. Thread sanitizer checks this test too.
+// What a task wrote is visible to the caller, and what the caller wrote before to the tasks; a
+// thread number is never in use twice at a time. Thread sanitizer checks this test too.
 TEST(ThreadPoolTest, ManySmallLoops) {
     ThreadPool pool(4);
     std::vector<std::int64_t> per_thread(4, 0);

@@ -48,7 +48,7 @@ TEST(ParseSize, PowersOf1024) {
             errorOf(parseSize(wrong)),
             "'" + std::string(wrong) + "' is not a size: digits, then K, M or G (powers of 1024)");
     }
-    EXPECT_EQ(errorOf(parseSize("-4K")), "'-4' is negative");
+    EXPECT_EQ(errorOf(parseSize("-4K")), "'-4K' is negative");
 }
 
 TEST(ParseSizes, Lists) {

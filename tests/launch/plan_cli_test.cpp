@@ -172,7 +172,7 @@ TEST(Plan, BadInputIsNamed) {
          "grid 8x2: the context axis is 1 in this version"},
         {{"--model", "llama-3.1-8b", "--ranks", "8", "--context", "1K", "--grid", "4x1"},
          "grid 4x1 has 4 ranks, not 8"},
-        {{"--model", "gpt2", "--ranks", "0", "--context", "1K"}, "--ranks: '0' is too small"},
+        {{"--model", "gpt2", "--ranks", "0", "--context", "1K"}, "--ranks: '0' is out of range"},
         {{"--model", "gpt2", "--ranks", "-1", "--context", "1K"}, "--ranks: '-1' is negative"},
         {{"--model", "gpt2", "--ranks", "1", "--context", "-4K"}, "--context: '-4K' is negative"},
         {{"--model", "gpt2", "--ranks", "1", "--context", "0"}, "--context: '0' is too small"},

@@ -39,10 +39,10 @@ TEST(Report, Table) {
     EXPECT_NE(table.find("# command: kvgrid bench --model 'my model'\n"
                          "# a note\n"
                          "# device: cpu\n"
-                         "#  context    step p50  share     note  exact\n"
+                         "#  context    step p50  share   note  exact\n"
                          "#   tokens          us      %\n"
                          "      4096        12.3   50.0  x,\"y\"   true\n"
-                         "     16384           -      -    plain  false\n"
+                         "     16384           -      -  plain  false\n"
                          "# wrong: 0\n"),
               std::string::npos)
         << table;

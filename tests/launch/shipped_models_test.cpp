@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
@@ -197,6 +199,61 @@ TEST(ShippedModels, ScaleScoresAsTheirFamilyDoes) {
     EXPECT_DOUBLE_EQ(loadModelConfig(pathOf("gemma-3-27b"))->softmax_scale, 1.0 / std::sqrt(168.0));
     EXPECT_DOUBLE_EQ(loadModelConfig(pathOf("gemma-2-9b"))->softmax_scale, 1.0 / 16.0);
     EXPECT_EQ(loadModelConfig(pathOf("llama-3.1-8b"))->softmax_scale, 0.0);
+}
+
+// Each member of each file, replaced by each kind of wrong value: read or refused, never worse, and
+// what is read can be counted.
+TEST(ShippedModels, WithAnyMemberWrongAreReadOrRefused) {
+    const std::vector<nlohmann::json> values{nullptr,
+                                             true,
+                                             -1,
+                                             0,
+                                             1,
+                                             1.5,
+                                             1e30,
+                                             18446744073709551615U,
+                                             "x",
+                                             "",
+                                             nlohmann::json::array(),
+                                             nlohmann::json::object(),
+                                             {1, 2},
+                                             {"full_attention"},
+                                             {{"type", "llama3"}}};
+    int refusals = 0;
+    int readings = 0;
+    const auto read = [&](const nlohmann::json& file) {
+        const auto model = parseModelConfig(file.dump(), "m.json");
+        if (!model) {
+            EXPECT_EQ(model.error().code, ErrorCode::invalid_argument);
+            EXPECT_EQ(model.error().message.find("m.json: "), 0U);
+            ++refusals;
+            return;
+        }
+        ++readings;
+        const auto capacity =
+            computeCapacity({.geometry = model->geometry, .grid = {}, .context = 1000});
+        EXPECT_TRUE(capacity) << capacity.error().message << "\n" << file;
+        static_cast<void>(decodableGeometry(*model, 1000));
+    };
+    for (const auto& entry : std::filesystem::directory_iterator(test::models_dir)) {
+        std::ifstream stream(entry.path());
+        const auto file = nlohmann::json::parse(stream);
+        const nlohmann::json members = file.flatten();
+        for (const auto& item : members.items()) {
+            const nlohmann::json::json_pointer member(item.key());
+            for (const nlohmann::json& value : values) {
+                nlohmann::json changed = file;
+                changed[member] = value;
+                read(changed);
+                if (member.parent_pointer().empty()) continue;
+                changed = file;
+                changed[member.parent_pointer()] = value;
+                read(changed);
+            }
+        }
+    }
+    EXPECT_GT(refusals, 1000);
+    EXPECT_GT(readings, 1000);
 }
 
 TEST(DecodableGeometry, AWindowNoShorterThanTheRunIsNone) {

@@ -101,6 +101,14 @@ TEST_F(TraceFiles, Mooncake) {
     EXPECT_EQ(trace->requests[1].output_length, 0);
 }
 
+TEST_F(TraceFiles, OnlyWholeBlocksMayHaveIds) {
+    const auto trace = read(
+        "{\"timestamp\": 0, \"input_length\": 130, \"output_length\": 1, \"hash_ids\": [1, 2]}\n"
+        "{\"timestamp\": 0, \"input_length\": 63, \"output_length\": 1, \"hash_ids\": []}\n");
+    ASSERT_TRUE(trace) << trace.error().message;
+    EXPECT_EQ(trace->tokens_per_hash_id, 64);
+}
+
 TEST_F(TraceFiles, BailianTimesAreSeconds) {
     const auto trace = read(
         "{\"chat_id\": 1, \"parent_chat_id\": -1, \"timestamp\": 61.5, \"input_length\": 20, "

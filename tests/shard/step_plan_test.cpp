@@ -427,23 +427,30 @@ TEST(MetadataDigest, SeesEveryField) {
     EXPECT_EQ(values.size(), items);
 }
 
-// One more token, or one more block id, changes about half of the bits: sums of such items do not
-// cancel.
+// One more token, or one more block id, changes about half of the bits, and the sum by another
+// amount each time: such changes do not cancel.
 TEST(MetadataDigest, MixesSmallDifferencesWell) {
-    double flipped = 0;
-    constexpr int pairs = 4096;
-    for (int i = 0; i < pairs; ++i) {
-        MetadataDigest one;
-        MetadataDigest other;
-        one.addSequence(5, 5, 4096, i);
-        other.addSequence(5, 5, 4096, i + 1);
-        flipped += __builtin_popcountll(one.value() ^ other.value());
-        one = other = {};
-        one.addEntry({.slot = 1, .logical = i, .tier = Tier::device, .block = i});
-        other.addEntry({.slot = 1, .logical = i, .tier = Tier::device, .block = i + 1});
-        flipped += __builtin_popcountll(one.value() ^ other.value());
+    const std::vector<std::function<void(MetadataDigest&, int)>> kinds{
+        [](MetadataDigest& digest, int i) { digest.addSequence(5, 5, 4096, i); },
+        [](MetadataDigest& digest, int i) {
+            digest.addEntry({.slot = 1, .logical = 2, .tier = Tier::device, .block = i});
+        },
+    };
+    for (const auto& add : kinds) {
+        constexpr int pairs = 4096;
+        double flipped = 0;
+        std::set<std::uint64_t> differences;
+        for (int i = 0; i < pairs; ++i) {
+            MetadataDigest one;
+            MetadataDigest other;
+            add(one, i);
+            add(other, i + 1);
+            flipped += __builtin_popcountll(one.value() ^ other.value());
+            differences.insert(other.value() - one.value());
+        }
+        EXPECT_NEAR(flipped / pairs, 32.0, 1.0);
+        EXPECT_EQ(differences.size(), pairs);
     }
-    EXPECT_NEAR(flipped / (2.0 * pairs), 32.0, 1.0);
 }
 
 // Swapping what two items hold is what a plain sum of fields would miss.

@@ -73,6 +73,26 @@ TEST_F(CoordinatorBlocksTest, TakesVictimsInTheOrderOfTheHeader) {
     EXPECT_EQ(victims(), expected);
 }
 
+// Instead of each run taking a block from the next one in line, which would have to come back.
+TEST_F(CoordinatorBlocksTest, ABatchThatDoesNotFitAnyMoreLosesItsEnd) {
+    start(4, 4);
+    Requests all;
+    for (int i = 0; i < 4; ++i)
+        all.run(allocate());
+    Requests fill;
+    for (const Request& run : all.all())
+        fill.run(run.sequence, 4);
+    ask(fill);
+    commit();
+    const auto answers = ask(all);
+    EXPECT_EQ(answers.at(0).status, Answer::Status::done);
+    EXPECT_EQ(answers.at(1).status, Answer::Status::done);
+    EXPECT_EQ(answers.at(2).status, Answer::Status::wait);
+    EXPECT_EQ(answers.at(3).status, Answer::Status::wait);
+    EXPECT_EQ(victims(), (std::vector{3, 2}));
+    EXPECT_EQ(coordinator().restoredBlocks(), 0);
+}
+
 TEST_F(CoordinatorBlocksTest, SequencesOfTheStepAreNoVictims) {
     start(4, 4);
     const SequenceId first = allocate();

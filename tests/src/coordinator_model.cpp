@@ -1,5 +1,6 @@
 #include "tests/src/coordinator_model.h"
 
+#include <algorithm>
 #include <tuple>
 #include <utility>
 
@@ -10,8 +11,9 @@ namespace kvgrid {
 CoordinatorModel::CoordinatorModel(const CoordinatorConfig& config) : config_(config) {}
 
 void CoordinatorModel::beginStep() {
-    for (const Run& run : runs_) {
-        Sequence& sequence = sequences_.at(run.id);
+    // Of one step, the later runs are the colder ones.
+    for (auto run = runs_.rbegin(); run != runs_.rend(); ++run) {
+        Sequence& sequence = sequences_.at(run->id);
         sequence.in_step = false;
         sequence.last_use = ++clock_;
     }

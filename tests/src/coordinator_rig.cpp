@@ -39,7 +39,7 @@ void BlockMemory::execute(std::span<const CopyRecord> copies) {
     for (std::size_t pool = 0; pool < device_.size(); ++pool) {
         std::vector<CopyRecord> own;
         std::copy_if(copies.begin(), copies.end(), std::back_inserter(own), [&](auto& copy) {
-            return static_cast<std::size_t>(copy.group * contexts_ + copy.context) == pool;
+            return copy.group * contexts_ + copy.context == static_cast<int>(pool);
         });
         for (auto first = own.begin(); first != own.end();) {
             const auto end = std::find_if(first, own.end(), [&](const CopyRecord& copy) {
@@ -92,6 +92,7 @@ CoordinatorRig::CoordinatorRig(const CoordinatorConfig& config)
 
 CoordinatorRig::Problem CoordinatorRig::step(std::span<const Request> requests, bool check) {
     if (open_) ++coverage_.dropped_steps;
+    const auto ids_before = idsBySlot();
     plan_ = coordinator_.plan(requests);
     open_ = true;
     ++coverage_.plans;
@@ -101,6 +102,7 @@ CoordinatorRig::Problem CoordinatorRig::step(std::span<const Request> requests, 
     if (auto problem = compareTwin(requests)) return problem;
     if (auto problem = applyToReplica()) return problem;
     countCopies();
+    noteOffloads(ids_before);
     if (auto problem = runInMemory()) return problem;
     return check ? checkAll() : std::nullopt;
 }
@@ -221,7 +223,9 @@ CoordinatorRig::Problem CoordinatorRig::runInMemory() {
 CoordinatorRig::Problem CoordinatorRig::checkAll() const {
     if (const auto broken = coordinator_.checkInvariants(); !broken) return broken.error().message;
     if (coordinator_.offloadedBlocks() != coverage_.offloaded ||
-        coordinator_.restoredBlocks() != coverage_.restored) {
+        coordinator_.restoredBlocks() != coverage_.restored ||
+        coordinator_.distinctOffloadedBlocks() !=
+            static_cast<std::int64_t>(ever_offloaded_.size())) {
         return "the copies are counted wrong";
     }
     if (coordinator_.digest() != digestFromScratch()) {
@@ -323,6 +327,24 @@ std::size_t CoordinatorRig::placeIndex(std::int32_t slot, int pool, std::int64_t
     return static_cast<std::size_t>((std::int64_t{slot} * model_.pools() + pool) *
                                         config_.limits.blocks_per_sequence +
                                     logical);
+}
+
+std::vector<std::int32_t> CoordinatorRig::idsBySlot() const {
+    std::vector<std::int32_t> ids(static_cast<std::size_t>(config_.limits.max_sequences), -1);
+    for (const auto& [id, sequence] : model_.sequences()) {
+        ids[static_cast<std::size_t>(id % config_.limits.max_sequences)] = id;
+    }
+    return ids;
+}
+
+// Victims were there before the step. Those that the step released were not copied.
+void CoordinatorRig::noteOffloads(const std::vector<std::int32_t>& ids_before) {
+    for (const TableRecord& record : plan_.tables) {
+        const std::int32_t id = ids_before[static_cast<std::size_t>(record.slot)];
+        if (record.tier != Tier::host || model_.sequences().count(id) == 0) continue;
+        ever_offloaded_.insert(
+            {id, record.group * config_.limits.contexts + record.context, record.logical});
+    }
 }
 
 void CoordinatorRig::countCopies() {

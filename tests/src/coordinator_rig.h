@@ -9,8 +9,10 @@
 
 #include <cstdint>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include <kvgrid/cache.h>
@@ -89,6 +91,8 @@ private:
     [[nodiscard]] std::uint64_t digestFromScratch() const;
     [[nodiscard]] std::size_t placeIndex(std::int32_t slot, int pool, std::int64_t logical) const;
     void countCopies();
+    void noteOffloads(const std::vector<std::int32_t>& ids_before);
+    [[nodiscard]] std::vector<std::int32_t> idsBySlot() const;  // -1: free
 
     CoordinatorConfig config_;
     Coordinator coordinator_;
@@ -98,6 +102,7 @@ private:
     BlockMemory memory_;
     std::vector<Place> places_;  // [slot][pool][logical]
     std::vector<std::int32_t> released_;
+    std::set<std::tuple<std::int32_t, int, std::int32_t>> ever_offloaded_;  // (id, pool, logical)
     StepPlan plan_;
     Coverage coverage_;
     bool open_ = false;

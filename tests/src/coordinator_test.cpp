@@ -73,11 +73,11 @@ TEST_F(CoordinatorTest, IdsStayFarFromTheEndOfTheirType) {
     CoordinatorConfig config = smallConfig(4, 0);
     config.limits.max_sequences = 1 << 18;
     Coordinator coordinator(config);
-    const auto allocateOne = [&] {
+    const auto allocate_one = [&] {
         return coordinator.plan(Requests().allocate(1).all()).answers.at(0).sequence;
     };
     std::set<std::int32_t> seen;
-    std::int32_t id = allocateOne();
+    std::int32_t id = allocate_one();
     const std::int32_t first = id;
     do {
         ASSERT_GE(id, 0);
@@ -85,7 +85,7 @@ TEST_F(CoordinatorTest, IdsStayFarFromTheEndOfTheirType) {
         ASSERT_EQ(id % config.limits.max_sequences, first % config.limits.max_sequences);
         ASSERT_TRUE(seen.insert(id).second);
         (void)coordinator.plan(Requests().release(SequenceId{id}).all());
-        id = allocateOne();
+        id = allocate_one();
     } while (id != first);
     EXPECT_EQ(seen.size(), 4096);  // 2^30 / 2^18 generations
 }
@@ -100,6 +100,16 @@ TEST_F(CoordinatorTest, UnknownSequencesAreNamed) {
         expectNever(Requests().pause(SequenceId{id}), why);
         expectNever(Requests().resume(SequenceId{id}), why);
         expectNever(Requests().run(SequenceId{id}), why);
+        EXPECT_FALSE(coordinator().length(SequenceId{id}));
+    }
+}
+
+TEST_F(CoordinatorTest, AFreeSlotIsNoSequence) {
+    CoordinatorConfig config = smallConfig(16, 4);
+    config.limits.max_sequences = 1;
+    start(config);
+    for (const std::int32_t id : {-1, 0, INT32_MIN, INT32_MAX}) {
+        expectNever(Requests().release(SequenceId{id}), "unknown");
         EXPECT_FALSE(coordinator().length(SequenceId{id}));
     }
 }
@@ -202,6 +212,7 @@ TEST_F(CoordinatorTest, RunNamesCountsThatCannotBe) {
     expectNever(Requests().run(sequence, 6), "6 tokens exceed max_step_tokens 5");
     grow(sequence, 5);
     expectNever(Requests().run(sequence, 4), "sequence 0: 5 + 4 tokens exceed its max_length 8");
+    expectNever(Requests().run(sequence, most_int64), "tokens exceed its max_length 8");
     grow(sequence, 3);
     expectNever(Requests().run(sequence, 1), "8 + 1 tokens exceed its max_length 8");
 }
@@ -356,14 +367,22 @@ TEST(Coordinator, RefusesLimitsThatContradictEachOther) {
 }
 
 TEST(Coordinator, NobodyHasBlocksOutsideTheGrid) {
-    const Coordinator coordinator(smallConfig(4, 3));
-    EXPECT_EQ(coordinator.freeBlocks(Tier::device, 0, 0), 4);
-    EXPECT_EQ(coordinator.freeBlocks(Tier::host, 0, 0), 3);
-    EXPECT_EQ(coordinator.freeBlocks(Tier::none, 0, 0), 0);
-    EXPECT_EQ(coordinator.freeBlocks(Tier::device, 1, 0), 0);
+    CoordinatorConfig config = smallConfig(4, 3);
+    config.limits.groups = 2;
+    config.limits.contexts = 2;
+    config.block_sizes = {4, 4};
+    const Coordinator coordinator(config);
+    EXPECT_EQ(coordinator.freeBlocks(Tier::device, 1, 1), 4);
+    EXPECT_EQ(coordinator.freeBlocks(Tier::host, 1, 1), 3);
+    EXPECT_EQ(coordinator.freeBlocks(Tier::none, 1, 1), 0);
+    // Each of these would be a pool if only the sum were looked at.
+    EXPECT_EQ(coordinator.freeBlocks(Tier::device, 0, 2), 0);
+    EXPECT_EQ(coordinator.freeBlocks(Tier::device, 1, -1), 0);
+    EXPECT_EQ(coordinator.freeBlocks(Tier::device, 2, -2), 0);
+    EXPECT_EQ(coordinator.freeBlocks(Tier::device, -1, 2), 0);
+    // And these would be none.
+    EXPECT_EQ(coordinator.freeBlocks(Tier::device, 2, 0), 0);
     EXPECT_EQ(coordinator.freeBlocks(Tier::device, -1, 0), 0);
-    EXPECT_EQ(coordinator.freeBlocks(Tier::device, 0, 1), 0);
-    EXPECT_EQ(coordinator.freeBlocks(Tier::device, 0, -1), 0);
 }
 
 TEST(Coordinator, Moves) {

@@ -1,0 +1,175 @@
+// What verify and bench hold outputs against: right values pass, wrong ones are seen.
+#include "launch/reference.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <set>
+#include <tuple>
+
+#include "launch/spot_check.h"
+
+namespace kvgrid::launch {
+namespace {
+
+constexpr int kv_heads = 2;
+constexpr int query_heads = 6;
+constexpr int head_dim = 64;
+
+CacheConfig config() {
+    CacheConfig made;
+    made.geometry = Geometry::uniform(3, query_heads, kv_heads, head_dim);
+    made.rotary = {.dim = head_dim, .theta = 10000.0, .llama3 = Llama3Scaling{}};
+    return made;
+}
+
+// The bits of a bf16 value.
+std::uint16_t bits(double value) {
+    return static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(static_cast<float>(value)) >>
+                                      16);
+}
+
+TEST(Reference, FirstTokenIsItsOwnValue) {
+    const Reference reference(config(), 5);
+    const Unit unit{.layer = 1, .key = 2, .kv_head = 1};
+    const auto stored = reference.keysValues(unit, 3);
+    const auto out = reference.attend(unit, stored, 4, 0);
+    for (std::size_t i = 0; i < out.size(); ++i)
+        EXPECT_EQ(out[i], stored.v[i]);
+}
+
+TEST(Reference, LaterTokensAreNotSeen) {
+    const Reference reference(config(), 5);
+    const Unit unit{.layer = 0, .key = 0, .kv_head = 0};
+    auto stored = reference.keysValues(unit, 8);
+    const auto before = reference.attend(unit, stored, 1, 4);
+    std::fill(stored.v.begin() + 5 * head_dim, stored.v.end(),
+              std::numeric_limits<double>::quiet_NaN());
+    EXPECT_EQ(reference.attend(unit, stored, 1, 4), before);
+}
+
+TEST(Reference, KeysAreRotatedButNormsStay) {
+    const Reference reference(config(), 5);
+    CacheConfig plain = config();
+    plain.rotary = {};
+    const Reference unrotated(plain, 5);
+    const Unit unit{.layer = 2, .key = 1, .kv_head = 0};
+    const auto turned = reference.keysValues(unit, 100);
+    const auto original = unrotated.keysValues(unit, 100);
+    EXPECT_EQ(turned.v, original.v);
+    EXPECT_TRUE(std::equal(turned.k.begin(), turned.k.begin() + head_dim, original.k.begin()));
+    double turned_norm = 0;
+    double original_norm = 0;
+    for (std::size_t i = 99 * head_dim; i < turned.k.size(); ++i) {
+        turned_norm += turned.k[i] * turned.k[i];
+        original_norm += original.k[i] * original.k[i];
+        EXPECT_EQ(turned.k[i], oracle::rounded(turned.k[i], oracle::Format::bf16));
+    }
+    EXPECT_NE(turned.k, original.k);
+    EXPECT_NEAR(turned_norm / original_norm, 1, 0.01);
+}
+
+TEST(Reference, CountsDifferingElements) {
+    const Reference reference(config(), 5);
+    const Unit unit{.layer = 0, .key = 0, .kv_head = 1};
+    constexpr int tokens = 5;
+    const auto expected = reference.keysValues(unit, tokens).k;
+    std::vector<std::uint16_t> stored(tokens * kv_heads * head_dim, 0x7fc0);  // NaN
+    for (std::size_t i = 0; i < expected.size(); ++i)
+        stored[i / head_dim * kv_heads * head_dim + head_dim + i % head_dim] = bits(expected[i]);
+    EXPECT_EQ(reference.countDifferences(stored, kv_heads, 1, expected), 0);
+    EXPECT_EQ(reference.countDifferences(stored, kv_heads, 0, expected), tokens * head_dim);
+    stored.back() ^= 1;
+    EXPECT_EQ(reference.countDifferences(stored, kv_heads, 1, expected), 1);
+}
+
+TEST(PickUnits, GivesAllOrADistinctSample) {
+    const auto all = pickUnits(3, 4, {.first = 2, .count = 2}, 1000, 0);
+    EXPECT_EQ(all.size(), 24U);
+    const auto some = pickUnits(30, 40, {.first = 2, .count = 2}, 100, 0);
+    std::set<std::tuple<int, std::int64_t, int>> distinct;
+    for (const Unit& unit : some) {
+        EXPECT_LT(unit.layer, 30);
+        EXPECT_LT(unit.key, 40);
+        EXPECT_TRUE(unit.kv_head == 2 || unit.kv_head == 3);
+        distinct.emplace(unit.layer, unit.key, unit.kv_head);
+    }
+    EXPECT_EQ(distinct.size(), 100U);
+    const auto again = pickUnits(30, 40, {.first = 2, .count = 2}, 100, 0);
+    const auto other = pickUnits(30, 40, {.first = 2, .count = 2}, 100, 1);
+    const auto same = [](const Unit& a, const Unit& b) {
+        return a.layer == b.layer && a.key == b.key && a.kv_head == b.kv_head;
+    };
+    EXPECT_TRUE(std::equal(some.begin(), some.end(), again.begin(), again.end(), same));
+    EXPECT_FALSE(std::equal(some.begin(), some.end(), other.begin(), other.end(), same));
+}
+
+// Two sequences of 20 and 12 tokens, the last two of each observed.
+class SpotCheckTest : public testing::Test {
+protected:
+    SpotCheckTest()
+        : reference_(config(), 9),
+          check_(reference_, pickUnits(3, 2, {.first = 0, .count = kv_heads}, 100, 0), 2) {}
+
+    std::vector<float> outputs(int layer, int step) const {
+        std::vector<float> out;
+        for (std::int64_t key = 0; key < 2; ++key) {
+            const std::int64_t length = lengths_[static_cast<std::size_t>(key)];
+            for (int head = 0; head < query_heads; ++head) {
+                const Unit unit{
+                    .layer = layer, .key = key, .kv_head = head / (query_heads / kv_heads)};
+                const auto stored = reference_.keysValues(unit, length);
+                for (const double value : reference_.attend(unit, stored, head, length - 2 + step))
+                    out.push_back(static_cast<float>(value));
+            }
+        }
+        return out;
+    }
+
+    void takeAll() {
+        for (int layer = 0; layer < 3; ++layer) {
+            for (int step = 0; step < 2; ++step)
+                check_.take(layer, step, outputs(layer, step));
+        }
+    }
+
+    const std::vector<std::int64_t> lengths_{20, 12};
+    Reference reference_;
+    SpotCheck check_;
+};
+
+TEST_F(SpotCheckTest, RightOutputsPass) {
+    takeAll();
+    const auto found = check_.compare(lengths_, 1e-5, 3);
+    EXPECT_EQ(found.checked, 3 * 2 * 2 * query_heads);
+    EXPECT_EQ(found.wrong, 0);
+    EXPECT_LT(found.max_rel_error, 1e-7);
+    EXPECT_GT(found.max_rel_error, 0);
+}
+
+TEST_F(SpotCheckTest, OneWrongElementIsSeen) {
+    takeAll();
+    auto out = outputs(1, 1);
+    out[(query_heads + 4) * head_dim + 7] += 0.01F;
+    check_.take(1, 1, out);
+    EXPECT_EQ(check_.compare(lengths_, 1e-5, 1).wrong, 1);
+}
+
+TEST_F(SpotCheckTest, NanIsWrong) {
+    takeAll();
+    auto out = outputs(2, 0);
+    out.front() = std::numeric_limits<float>::quiet_NaN();
+    check_.take(2, 0, out);
+    const auto found = check_.compare(lengths_, 1e-5, 2);
+    EXPECT_EQ(found.wrong, 1);
+    EXPECT_EQ(found.max_rel_error, std::numeric_limits<double>::infinity());
+}
+
+TEST_F(SpotCheckTest, OutputsThatNeverCameAreWrong) {
+    EXPECT_EQ(check_.compare(lengths_, 1e-5, 2).wrong, 3 * 2 * 2 * query_heads);
+}
+
+}  // namespace
+}  // namespace kvgrid::launch

@@ -1,0 +1,227 @@
+// kvgrid verify as its users run it: one digest however the work is spread, and wrong values seen.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <nlohmann/json.hpp>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "tests/launch/run_ranks.h"
+
+namespace kvgrid::test {
+namespace {
+
+using Arguments = std::vector<std::string>;
+
+Finished verify(int ranks, const Arguments& arguments, const Arguments& environment = {}) {
+    return runRanks(ranks, joined({"verify", "--device", "cpu"}, arguments), environment);
+}
+
+// The digest of a run that is right.
+std::string digestOf(int ranks, const Arguments& arguments) {
+    const Finished finished = verify(ranks, arguments);
+    EXPECT_EQ(finished.code, 0) << finished.out << finished.err;
+    EXPECT_EQ(finished.lastLine(), "OK");
+    const std::string error = valueOf(finished.out, "\nmax_rel_error: ");
+    EXPECT_GT(std::strtod(error.c_str(), nullptr), 0) << finished.out;
+    EXPECT_LE(std::strtod(error.c_str(), nullptr), 1e-5) << finished.out;
+    const std::string digest = valueOf(finished.out, "\noutput_digest: ");
+    EXPECT_EQ(digest.size(), 16U) << finished.out;
+    EXPECT_EQ(digest.find_first_not_of("0123456789abcdef"), std::string::npos);
+    return digest;
+}
+
+// 600 tokens: stripes that are whole, and one that is not.
+const Arguments llama{"--model", "llama-3.1-8b", "--layers", "2",       "--context",
+                      "600",     "--batch",      "3",        "--steps", "4"};
+
+class VerifyDigest : public testing::Test {
+protected:
+    static void SetUpTestSuite() { expected = digestOf(1, llama); }
+    static std::string expected;
+};
+std::string VerifyDigest::expected;
+
+TEST_F(VerifyDigest, IsTheSameForAllRankCounts) {
+    for (const int ranks : {2, 4, 8})
+        EXPECT_EQ(digestOf(ranks, llama), expected) << ranks;
+}
+
+TEST_F(VerifyDigest, IsTheSameForAllBlockSizes) {
+    for (const char* size : {"1", "16", "256"})
+        EXPECT_EQ(digestOf(2, joined(llama, {"--block-size", size})), expected) << size;
+}
+
+TEST_F(VerifyDigest, IsTheSameForAllLayouts) {
+    for (const char* layout : {"layer-major", "contiguous"})
+        EXPECT_EQ(digestOf(2, joined(llama, {"--layout", layout})), expected) << layout;
+}
+
+TEST_F(VerifyDigest, IsTheSameForAllThreads) {
+    for (const char* threads : {"1", "2", "5"})
+        EXPECT_EQ(digestOf(1, joined(llama, {"--threads", threads})), expected) << threads;
+}
+
+TEST_F(VerifyDigest, DependsOnTheSeed) {
+    EXPECT_NE(digestOf(1, joined(llama, {"--seed", "1"})), expected);
+}
+
+TEST_F(VerifyDigest, DependsOnTheKvFormat) {
+    EXPECT_NE(digestOf(2, joined(llama, {"--kv-dtype", "fp16"})), expected);
+}
+
+TEST_F(VerifyDigest, OfASequenceAloneIsThatAmongOthers) {
+    const Arguments base{"--model", "llama-3.1-8b", "--layers", "1", "--context", "600"};
+    const std::string alone = digestOf(2, joined(base, {"--batch", "1"}));
+    const Finished among = verify(2, joined(base, {"--batch", "5"}));
+    EXPECT_EQ(valueOf(among.out, "the outputs of sequence 0 digest to "), alone) << among.out;
+}
+
+TEST_F(VerifyDigest, CoversAllContextsOnce) {
+    const Arguments base{"--model", "llama-3.1-8b", "--layers", "1", "--batch", "2"};
+    const std::string one = digestOf(1, joined(base, {"--context", "300"}));
+    const Finished both = verify(2, joined(base, {"--context", "300,512"}));
+    EXPECT_EQ(both.code, 0) << both.out;
+    EXPECT_EQ(countOf(both.out, "output_digest:"), 1);
+    EXPECT_NE(valueOf(both.out, "output_digest: "), one);
+    EXPECT_TRUE(contains(both.out, one + "\n")) << both.out;  // in the row of 300
+}
+
+TEST(Verify, SmolLm2OnOneAndThreeRanks) {
+    const Arguments arguments{"--model", "smollm2-135m", "--context", "300", "--steps", "2"};
+    EXPECT_EQ(digestOf(1, arguments), digestOf(3, arguments));
+}
+
+TEST(Verify, FalconGroupOf71) {
+    digestOf(1, {"--model", "falcon-7b", "--layers", "1", "--context", "1K", "--steps", "2"});
+}
+
+TEST(Verify, Phi3HeadDim96) {
+    const Arguments arguments{"--model", "phi-3-mini-4k", "--layers", "1", "--context",
+                              "1K",      "--steps",       "2"};
+    EXPECT_EQ(digestOf(1, arguments), digestOf(4, arguments));
+}
+
+TEST(Verify, LanesOfSeveralStripes) {
+    const Arguments arguments{
+        "--model", "llama-3.2-1b", "--share-of", "8",       "--layers", "1", "--batch",
+        "1",       "--context",    "17000",      "--steps", "2"};
+    EXPECT_EQ(digestOf(1, arguments),
+              digestOf(1, joined(arguments, {"--layout", "contiguous", "--threads", "2"})));
+}
+
+TEST(Verify, OffloadsAndRestores) {
+    const TempFolder folder;
+    const std::string json = folder / "v.json";
+    // 6 sequences of 32 blocks; a device pool of 48.
+    digestOf(2, {"--model", "llama-3.1-8b", "--layers", "1", "--context", "512", "--batch", "6",
+                 "--block-size", "16", "--device-blocks", "48", "--json", json});
+    const auto row = nlohmann::json::parse(readText(json))["rows"][0];
+    EXPECT_GE(row["offloaded_blocks"], 900);
+    EXPECT_GE(row["restored_blocks"], 900);
+    EXPECT_EQ(row["distinct_offloaded_blocks"], 6 * 32);
+    EXPECT_GE(row["replayed"], 60);  // 10 tokens of 6 sequences, at least
+    EXPECT_EQ(row["replayed_different"], 0);
+}
+
+TEST(Verify, SaysInJsonWhatItSays) {
+    const Finished finished = verify(2, {"--layers", "1", "--context", "128", "--json", "-"});
+    EXPECT_EQ(finished.code, 0) << finished.err;
+    const auto json = nlohmann::json::parse(finished.out);
+    EXPECT_EQ(json["schema_version"], 1);
+    EXPECT_EQ(json["command"], "verify");
+    EXPECT_EQ(json["ok"], true);
+    EXPECT_EQ(json["ranks"].size(), 2U);
+    EXPECT_EQ(json["output_digest"], json["rows"][0]["output_digest"]);
+    EXPECT_EQ(json["rows"][0]["vectors_checked"], 1 * 4 * 32 * 8);
+    EXPECT_EQ(json["rows"][0]["stored_wrong"], 0);
+    EXPECT_TRUE(contains(finished.err, "output_digest: "));
+    EXPECT_TRUE(contains(finished.err, "\nOK\n"));
+}
+
+struct Planted {
+    const char* fault;
+    const char* reason;
+};
+
+void PrintTo(const Planted& planted, std::ostream* out) {
+    *out << planted.fault;
+}
+
+class VerifySees : public testing::TestWithParam<Planted> {};
+
+TEST_P(VerifySees, APlantedFault) {
+#ifndef KVGRID_FAULT_INJECTION
+    GTEST_SKIP() << "built without KVGRID_FAULT_INJECTION";
+#endif
+    const Finished finished = verify(2, {"--layers", "1", "--context", "128"},
+                                     {std::string("KVGRID_PLANT=") + GetParam().fault});
+    EXPECT_EQ(finished.code, 1) << finished.out;
+    EXPECT_TRUE(contains(finished.lastLine(), "FAILED: ")) << finished.out;
+    EXPECT_TRUE(contains(finished.lastLine(), GetParam().reason)) << finished.out;
+}
+
+INSTANTIATE_TEST_SUITE_P(Faults, VerifySees,
+                         testing::Values(Planted{"value", "max_rel_error"},
+                                         Planted{"replay", "changed in turns with offload"},
+                                         Planted{"digest", "other gathered outputs"}),
+                         [](const auto& tested) { return std::string(tested.param.fault); });
+
+struct Refused {
+    const char* name;
+    int ranks;
+    Arguments arguments;
+    int code;
+    std::string reason;
+};
+
+void PrintTo(const Refused& refused, std::ostream* out) {
+    *out << refused.name;
+}
+
+class VerifyRefuses : public testing::TestWithParam<Refused> {};
+
+TEST_P(VerifyRefuses, WithAReasonAndACode) {
+    const Refused& refused = GetParam();
+    const Finished finished = verify(refused.ranks, refused.arguments);
+    EXPECT_EQ(finished.code, refused.code) << finished.out;
+    EXPECT_TRUE(contains(finished.lastLine(), "FAILED: ")) << finished.out;
+    EXPECT_TRUE(contains(finished.lastLine(), refused.reason)) << finished.out;
+    EXPECT_EQ(countOf(finished.out, "FAILED"), 1) << finished.out;
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    BadInput, VerifyRefuses,
+    testing::Values(
+        Refused{"Ranks", 3, {}, 2, "3 does not divide the 8 KV heads; 1, 2, 4 or 8 would do"},
+        Refused{"Grid", 2, {"--grid", "4x1"}, 2, "grid 4x1 has 4 ranks, not 2"},
+        Refused{"Window", 1, {"--model", "phi-3-mini-4k", "--context", "4K"}, 2, "sliding_window"},
+        Refused{"Softcap", 1, {"--model", "gemma-2-9b"}, 2, "attn_logit_softcapping"},
+        Refused{"Mla", 1, {"--model", "deepseek-v3"}, 2, "kv_lora_rank"},
+        Refused{"Positions", 1, {"--context", "1M"}, 2, "max_position_embeddings 131072"},
+        Refused{"Missing", 1, {"--model", "no/such.json"}, 2, "no/such.json"},
+        Refused{"Layers", 1, {"--layers", "33"}, 2, "the model has 32"},
+        Refused{"Share", 1, {"--share-of", "3"}, 2, "1, 2, 4 or 8 would do"},
+        Refused{"BlockSize0", 1, {"--block-size", "0"}, 2, "block size 0"},
+        Refused{"BlockSize3", 1, {"--block-size", "3"}, 2, "block size 3"},
+        Refused{"BlockSize512", 1, {"--block-size", "512"}, 2, "block size 512"},
+        Refused{"Negative", 2, {"--steps", "-1"}, 2, "--steps: '-1' is negative"},
+        Refused{"Beyond", 1, {"--context", "99999999999999999999"}, 2, "beyond 64 bits"},
+        Refused{"Threads", 1, {"--threads", "0"}, 2, "--threads: '0' is out of range"},
+        Refused{"Short", 1, {"--context", "9"}, 2, "shorter than the 10 tokens"},
+        Refused{"Unknown", 1, {"--contexts", "9"}, 2, "--contexts"},
+        Refused{"Output", 2, {"--json", "/no/such/folder/x.json"}, 2, "cannot write"},
+        Refused{"TooLarge", 1, {"--batch", "1000000"}, 3, "bytes"},
+        Refused{"DevicePool",
+                2,
+                {"--layers", "1", "--context", "256", "--device-blocks", "3"},
+                3,
+                "4 blocks"},
+        Refused{
+            "HostPool", 1, {"--layers", "1", "--context", "256", "--host-blocks", "3"}, 3, "host"},
+        Refused{"Cuda", 2, {"--transport", "nccl"}, 4, "nccl"}),
+    [](const auto& tested) { return std::string(tested.param.name); });
+
+}  // namespace
+}  // namespace kvgrid::test
