@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <filesystem>
@@ -128,7 +129,16 @@ public:
 private:
     using Times = std::array<double, part_count>;
 
-    [[nodiscard]] Result<void> measureCeiling();
+    struct Ceiling {  // GB/s of a rank
+        double mean = 0, least = 0, most = 0;
+        std::int64_t bytes = 0;
+    };
+    [[nodiscard]] Result<Ceiling> measureCeiling();
+    [[nodiscard]] Result<void> measureCeilingFirst();
+    // Notes when it has changed.
+    [[nodiscard]] Result<void> measureCeilingAgain();
+    // Ranks of this host take turns on its cores.
+    [[nodiscard]] bool isOversubscribed() const;
     // Notes of what makes the numbers mean less.
     void warn();
     [[nodiscard]] Result<void> fill(DecodeRun& decode, const Batch& batch);
@@ -172,38 +182,62 @@ void BenchRun::print(const std::string& text) {
     std::fflush(destination_.text());
 }
 
-Result<void> BenchRun::measureCeiling() {
-    progress_.begin("measuring the read ceiling");
+Result<BenchRun::Ceiling> BenchRun::measureCeiling() {
     double most = 0;
     for (const Batch& batch : setup_.batches)
         most = std::max(most, kvBytes(batch, options_.steps - 1));
     constexpr double mebibyte = 1 << 20;
     const auto bytes = static_cast<std::int64_t>(std::clamp(most, 64 * mebibyte, 512 * mebibyte));
-    const auto ceiling = measureReadCeiling(process_, bytes);
-    if (!ceiling) return tl::unexpected(ceiling.error());
+    const auto mine = measureReadCeiling(process_, bytes);
+    if (!mine) return tl::unexpected(mine.error());
 
-    std::vector<double> all;
-    for (const auto& rank : gatherValues(process_, {&ceiling->gb_per_s, 1}))
-        all.push_back(rank.front());
-    ceiling_gb_per_s_ =
-        std::accumulate(all.begin(), all.end(), 0.0) / static_cast<double>(all.size());
+    Ceiling ceiling{.least = mine->gb_per_s, .most = mine->gb_per_s, .bytes = mine->bytes};
+    for (const auto& rank : gatherValues(process_, {&mine->gb_per_s, 1})) {
+        ceiling.mean += rank.front() / process_.size();
+        ceiling.least = std::min(ceiling.least, rank.front());
+        ceiling.most = std::max(ceiling.most, rank.front());
+    }
+    return ceiling;
+}
+
+Result<void> BenchRun::measureCeilingFirst() {
+    progress_.begin("measuring the read ceiling");
+    const auto ceiling = measureCeiling();
+    if (!ceiling) return tl::unexpected(ceiling.error());
     report_.note(fmt::format(
         "read ceiling: {:.2f} GB/s a rank ({:.2f} to {:.2f}), {} a rank, all ranks at once",
-        ceiling_gb_per_s_, *std::min_element(all.begin(), all.end()),
-        *std::max_element(all.begin(), all.end()), humanBytes(ceiling->bytes)));
-    report_.fact("read_ceiling_gb_per_s", ceiling_gb_per_s_);
+        ceiling->mean, ceiling->least, ceiling->most, humanBytes(ceiling->bytes)));
+    report_.fact("read_ceiling_gb_per_s", ceiling->mean);
     report_.fact("read_ceiling_bytes", ceiling->bytes);
+    ceiling_gb_per_s_ = ceiling->mean;
     return {};
 }
 
-void BenchRun::warn() {
-    const std::int64_t cores = sysconf(_SC_NPROCESSORS_ONLN);
+Result<void> BenchRun::measureCeilingAgain() {
+    progress_.begin("measuring the read ceiling again");
+    const auto ceiling = measureCeiling();
+    if (!ceiling) return tl::unexpected(ceiling.error());
+    report_.result("read_ceiling_at_end_gb_per_s", ceiling->mean);
+    constexpr double steady = 0.1;
+    if (!isOversubscribed() && std::abs(ceiling->mean / ceiling_gb_per_s_ - 1) > steady) {
+        print(
+            fmt::format("# read ceiling at the end: {:.2f} GB/s a rank, {:.2f} at the start: "
+                        "something else used this machine, measure again\n",
+                        ceiling->mean, ceiling_gb_per_s_));
+    }
+    return {};
+}
+
+bool BenchRun::isOversubscribed() const {
     const std::int64_t threads = std::int64_t{process_.nodeSize()} * process_.threads();
-    if (process_.device() == DeviceKind::cpu && threads > cores) {
+    return process_.device() == DeviceKind::cpu && threads > sysconf(_SC_NPROCESSORS_ONLN);
+}
+
+void BenchRun::warn() {
+    if (isOversubscribed()) {
         report_.note(
-            fmt::format("{} threads share {} cores of this host: times include waiting for "
-                        "a core, and the share of the ceiling says little",
-                        threads, cores));
+            "more threads than cores: times include waiting for a core, there is no share of the "
+            "ceiling");
     }
     const std::int64_t cache = process_.device() == DeviceKind::cpu ? lastLevelCacheBytes() : 0;
     for (const Batch& batch : setup_.batches) {
@@ -230,7 +264,7 @@ Result<Outcome> BenchRun::run() {
     describeRun(report_, process_, options_, setup_);
     if (!options_.lengths_from.empty())
         report_.fact("lengths_from", options_.lengths_from, "lengths from");
-    if (auto measured = measureCeiling(); !measured) return tl::unexpected(measured.error());
+    if (auto measured = measureCeilingFirst(); !measured) return tl::unexpected(measured.error());
     warn();
     auto decode = DecodeRun::create(process_, config, options_.seed);
     if (!decode) return tl::unexpected(decode.error());
@@ -241,6 +275,7 @@ Result<Outcome> BenchRun::run() {
             return tl::unexpected(measured.error());
         print(report_.line(report_.rows().back()));
     }
+    if (auto measured = measureCeilingAgain(); !measured) return tl::unexpected(measured.error());
     report_.result("ok", wrong_ == 0);
     const auto written = process_.rank() == 0 ? destination_.write(report_) : Result<void>();
     if (auto agreed = agree(process_, written); !agreed) return tl::unexpected(agreed.error());
@@ -320,7 +355,8 @@ Row BenchRun::timings(const Batch& batch, const std::vector<Times>& steps) const
         seconds += steps[step][step_part];
     }
     row.emplace_back(percentile(gb_per_s, 0.5));
-    row.emplace_back(percentile(gb_per_s, 0.5) / ceiling_gb_per_s_);
+    row.emplace_back();
+    if (!isOversubscribed()) row.back() = percentile(gb_per_s, 0.5) / ceiling_gb_per_s_;
     row.emplace_back(options_.batch * static_cast<double>(steps.size()) / seconds);
     return row;
 }

@@ -62,7 +62,7 @@ void rotate(std::span<float> head, std::int64_t position, const Rotary& rotary) 
         const auto cosine = static_cast<float>(std::cos(angle));
         const auto sine = static_cast<float>(std::sin(angle));
         const auto low = static_cast<std::size_t>(i);
-        const auto high = static_cast<std::size_t>(i + half);
+        const auto high = low + static_cast<std::size_t>(half);
         // volatile: each product is rounded to fp32 by itself, whatever this file is compiled with.
         const volatile float low_cosine = head[low] * cosine;
         const volatile float low_sine = head[low] * sine;

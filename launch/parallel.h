@@ -29,9 +29,9 @@ void parallelFor(int threads, std::int64_t count, const Body& body) {
         }
     };
     {
-        std::vector<std::jthread> helpers;
+        std::vector<std::jthread> others;
         for (std::int64_t i = 1; i < std::min<std::int64_t>(threads, count); ++i)
-            helpers.emplace_back(work);
+            others.emplace_back(work);
         work();
     }
     if (failure) std::rethrow_exception(failure);

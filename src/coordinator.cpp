@@ -80,10 +80,11 @@ Coordinator::State::State(const CoordinatorConfig& config)
 void Coordinator::State::beginStep() {
     // From the last to the first: when a batch that ran together does not fit any more, the end of
     // it waits. The other way round each run would take its blocks from the next one in line.
-    for (auto run = runs.rbegin(); run != runs.rend(); ++run) {
-        Sequence& sequence = sequenceAt(run->slot);
+    for (std::size_t i = runs.size(); i > 0; --i) {
+        const std::int32_t slot = runs[i - 1].slot;
+        Sequence& sequence = sequenceAt(slot);
         sequence.in_step = false;
-        if (sequence.device_blocks > 0) cold.put(run->slot, sequence.paused, sequence.priority);
+        if (sequence.device_blocks > 0) cold.put(slot, sequence.paused, sequence.priority);
     }
     for (Pool& pool : pools)
         pool.pinned = 0;

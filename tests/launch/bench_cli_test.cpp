@@ -28,6 +28,7 @@ TEST(Bench, MeasuresARowForEachContext) {
     EXPECT_TRUE(json["ranks"][1]["pid"].is_number());
     EXPECT_FALSE(json["libraries"].empty());
     EXPECT_GT(json["read_ceiling_gb_per_s"], 0);
+    EXPECT_GT(json["read_ceiling_at_end_gb_per_s"], 0);
     EXPECT_EQ(json["ok"], true);
     ASSERT_EQ(json["rows"].size(), 2U);
     EXPECT_EQ(json["rows"][0]["context_tokens"], 256);
@@ -41,7 +42,8 @@ TEST(Bench, MeasuresARowForEachContext) {
         }
         EXPECT_LT(row["attend_p50_us"], row["step_p50_us"]);
         EXPECT_GT(row["kv_read_gb_per_s"], 0);
-        EXPECT_GT(row["read_ceiling_share"], 0);
+        const auto& share = row["read_ceiling_share"];  // none where ranks share a core
+        EXPECT_TRUE(share.is_null() || share > 0) << share;
         EXPECT_GT(row["tokens_per_s"], 0);
         EXPECT_GE(row["checked"], 64);
         EXPECT_EQ(row["wrong"], 0);
