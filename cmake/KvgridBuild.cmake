@@ -18,9 +18,10 @@ set(CMAKE_CXX_EXTENSIONS OFF)
 set(CMAKE_POSITION_INDEPENDENT_CODE ON)
 set(CMAKE_RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/bin)
 
-# What every target of ours is compiled with, tests included. Never exported.
+# What every target of ours is compiled with, tests included. Never exported. CUDA files: KvgridCuda.
 add_library(kvgrid_options INTERFACE)
 target_compile_options(kvgrid_options INTERFACE
+    $<$<COMPILE_LANGUAGE:CXX>:
     # The same tokens must give the same bits in every build. A compiler that may fuse a*b+c does so
     # where it pleases, and differently from one call site to the next. Fused operations are written.
     -ffp-contract=off
@@ -29,7 +30,7 @@ target_compile_options(kvgrid_options INTERFACE
     # GCC 12 sees overlapping copies in "literal" + std::string (GCC bug 105651).
     $<$<AND:$<CXX_COMPILER_ID:GNU>,$<VERSION_LESS:$<CXX_COMPILER_VERSION>,13>>:-Wno-restrict>
     # Line tables for profilers and stack traces. No -march: Highway picks the target at run time.
-    $<$<CONFIG:Release>:-g1>)
+    $<$<CONFIG:Release>:-g1>>)
 target_compile_definitions(kvgrid_options INTERFACE
     OMPI_SKIP_MPICXX=1 MPICH_SKIP_MPICXX=1  # the C interface of MPI, not its C++ bindings
     $<$<BOOL:${KVGRID_FAULT_INJECTION}>:KVGRID_FAULT_INJECTION=1>)

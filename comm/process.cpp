@@ -35,7 +35,8 @@ Result<void> validate(const ProcessOptions& options) {
                        fmt::format("threads {} is negative", options.threads));
     }
     if (options.device == DeviceKind::cuda) {
-        return failure(ErrorCode::unavailable, "device cuda: no CUDA device in this build");
+        return failure(ErrorCode::unavailable,
+                       "device cuda: ranks of this version run on the CPU device");
     }
     if (options.transport == TransportKind::nccl) {
         return failure(ErrorCode::unavailable, "transport nccl: no NCCL transport in this build");

@@ -10,10 +10,10 @@
 //   leaf    one stripe: positions [256 i, 256 i + 256)
 //   lane    stripe i lies in lane i mod 64; the stripes of a lane fold in an aligned binary tree
 //   over i div 64 lanes   fold with lane + 32, then + 16, + 8, + 4, + 2, + 1
-// The lower stripe or lane is always the left operand.
+// The lower stripe or lane is always the left operand. The formula is made of IEEE operations
+// alone, so the merge itself gives the same bits on every device; leaves are a device's own.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <limits>
 
@@ -25,6 +25,74 @@ inline constexpr int stripe_tokens = 256;
 inline constexpr int lane_count = 64;
 
 inline constexpr float empty_lse = -std::numeric_limits<float>::infinity();
+
+// Sums, products and quotients that no compiler may fuse or approximate. Written with these, a
+// merge gives the same bits on every device.
+namespace exact {
+
+KVGRID_HOST_DEVICE float sum(float a, float b) {
+#ifdef __CUDA_ARCH__
+    return __fadd_rn(a, b);
+#else
+    return a + b;
+#endif
+}
+
+KVGRID_HOST_DEVICE float product(float a, float b) {
+#ifdef __CUDA_ARCH__
+    return __fmul_rn(a, b);
+#else
+    return a * b;
+#endif
+}
+
+KVGRID_HOST_DEVICE float quotient(float a, float b) {
+#ifdef __CUDA_ARCH__
+    return __fdiv_rn(a, b);
+#else
+    return a / b;
+#endif
+}
+
+// a * b + c, rounded twice.
+KVGRID_HOST_DEVICE float step(float a, float b, float c) {
+    return sum(product(a, b), c);
+}
+
+// exp(x) for x <= 0, to 1e-7; 0 where the result would be subnormal. exp(x) = 2^n exp(r), with n
+// the integer nearest to x / ln 2; ln 2 in two parts, the first short enough that n times it is
+// exact (Cody and Waite); the polynomial is that of the Cephes library's expf.
+KVGRID_HOST_DEVICE float expOfNonPositive(float x) {
+    if (!(x > -87.0F)) return x != x ? x : 0.0F;
+    constexpr float to_integer = 12582912.0F;  // 1.5 x 2^23: adding it rounds to an integer
+    const float n = sum(step(x, 1.44269504F, to_integer), -to_integer);
+    const float r = step(n, 2.12194440e-4F, step(n, -0.693359375F, x));
+    float p = 1.9875691500e-4F;
+    p = step(p, r, 1.3981999507e-3F);
+    p = step(p, r, 8.3334519073e-3F);
+    p = step(p, r, 4.1665795894e-2F);
+    p = step(p, r, 1.6666665459e-1F);
+    p = step(p, r, 5.0000001201e-1F);
+    p = sum(step(p, product(r, r), r), 1.0F);
+    const std::int32_t exponent = static_cast<std::int32_t>(n) + 127;
+    return product(p, __builtin_bit_cast(float, exponent << 23));
+}
+
+// log(x) for 1 <= x <= 2, to 1e-7: 2 artanh((x - 1) / (x + 1)), by its series.
+KVGRID_HOST_DEVICE float logOfOneToTwo(float x) {
+    const float z = quotient(sum(x, -1.0F), sum(x, 1.0F));
+    const float w = product(z, z);
+    float p = 1.0F / 13.0F;
+    p = step(p, w, 1.0F / 11.0F);
+    p = step(p, w, 1.0F / 9.0F);
+    p = step(p, w, 1.0F / 7.0F);
+    p = step(p, w, 1.0F / 5.0F);
+    p = step(p, w, 1.0F / 3.0F);
+    p = step(p, w, 1.0F);
+    return product(sum(z, z), p);
+}
+
+}  // namespace exact
 
 // What a merge multiplies its operands with, and the lse of the result.
 struct MergeWeights {
@@ -39,21 +107,18 @@ KVGRID_HOST_DEVICE MergeWeights mergeWeights(float left_lse, float right_lse) {
     if (right_lse == empty_lse) return {1.0F, 0.0F, left_lse};
     if (left_lse == empty_lse) return {0.0F, 1.0F, right_lse};
     const float top = left_lse > right_lse ? left_lse : right_lse;
-    const float left = expf(left_lse - top);
-    const float right = expf(right_lse - top);
-    const float sum = left + right;
-    return {left / sum, right / sum, top + logf(sum)};
+    const float left = exact::expOfNonPositive(exact::sum(left_lse, -top));
+    const float right = exact::expOfNonPositive(exact::sum(right_lse, -top));
+    const float sum = exact::sum(left, right);
+    return {exact::quotient(left, sum), exact::quotient(right, sum),
+            exact::sum(top, exact::logOfOneToTwo(sum))};
 }
 
-// One element of `out`. No fused multiply-add: the bits must not depend on what the compiler fuses.
+// One element of `out`.
 KVGRID_HOST_DEVICE float mergeOut(const MergeWeights& weights, float left, float right) {
     if (weights.right == 0.0F) return left;
     if (weights.left == 0.0F) return right;
-#ifdef __CUDA_ARCH__
-    return __fadd_rn(__fmul_rn(weights.left, left), __fmul_rn(weights.right, right));
-#else
-    return weights.left * left + weights.right * right;
-#endif
+    return exact::step(weights.left, left, exact::product(weights.right, right));
 }
 
 }  // namespace kvgrid

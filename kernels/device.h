@@ -131,4 +131,8 @@ private:
 // threads >= 1. The calling thread counts as one of them.
 [[nodiscard]] std::unique_ptr<Device> makeCpuDevice(int threads);
 
+// The GPU that CUDA counts as `index`, of compute capability 8.0 or newer. Throws Error
+// (unavailable) when it is not there, or when this build has no CUDA device.
+[[nodiscard]] std::unique_ptr<Device> makeCudaDevice(int index);
+
 }  // namespace kvgrid

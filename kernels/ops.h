@@ -6,6 +6,13 @@
 // nothing. They trust their parameters (the floors above validate) except for block ids, which are
 // data: an id outside [0, max_num_blocks) is skipped by append, read as zeros by gather, absent to
 // attend.
+//
+// On CUDA every operation may be captured into a graph. A replay repeats the parameters as they
+// were captured, host numbers and addresses alike; what lies at the addresses of device memory is
+// read anew. append and attend take from the runs on the device how many rows there are and where.
+// So between replays these may change: the runs, where rows, run_count and max_position of the
+// capture are upper bounds and a run of 0 rows is none; the block tables; q, k, v, cosines and
+// sines. The pairs of copyBlocks are parameters and do not change.
 #pragma once
 
 #include <cstddef>
@@ -44,7 +51,7 @@ struct BlockTableView {
 // 1, ...
 struct Run {
     std::int32_t slot = 0;  // row of the block table
-    std::int32_t rows = 0;
+    std::int32_t rows = 0;  // 0: nothing to do
     std::int64_t first_row = 0;
     std::int64_t first_position = 0;
 };
@@ -101,8 +108,8 @@ struct AttendParams {
     const float* q = nullptr;   // [rows, query_heads, head_dim]
     const Run* runs = nullptr;  // [run_count]; rows of runs do not overlap
     std::int64_t run_count = 0;
-    std::int64_t max_position =
-        0;  // the largest position of any row: bounds the work, not the result
+    // The largest position of any row, or more: bounds the work, not the result.
+    std::int64_t max_position = 0;
     int context_rank = 0;
     int context_ranks = 1;
     BlockTableView tables;

@@ -30,9 +30,9 @@ float asInput(NumberFormat format, float value) {
 }
 
 template <typename Traits>
-class AppendTest : public ::testing::Test {
+class AppendTest : public OnDevice<Traits> {
 protected:
-    std::unique_ptr<Device> device_ = Traits::make(2);
+    using OnDevice<Traits>::device_;
 
     // [rows, heads, head_dim] of the rows of the runs; other rows NaN.
     static std::vector<float> numbersOf(const PagedWorld& world, const Inputs& inputs, Kind kind,
@@ -275,9 +275,9 @@ TYPED_TEST(AppendTest, NothingToAppend) {
 }
 
 template <typename Traits>
-class GatherTest : public ::testing::Test {
+class GatherTest : public OnDevice<Traits> {
 protected:
-    std::unique_ptr<Device> device_ = Traits::make(2);
+    using OnDevice<Traits>::device_;
 };
 TYPED_TEST_SUITE(GatherTest, Devices, DeviceNames);
 

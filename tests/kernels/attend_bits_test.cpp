@@ -7,11 +7,9 @@ namespace kvgrid::test {
 namespace {
 
 template <typename Traits>
-class AttendBitsTest : public ::testing::Test {
+class AttendBitsTest : public OnDevice<Traits> {
 protected:
-    using Make = Traits;
-
-    std::unique_ptr<Device> device_ = Traits::make(2);
+    using OnDevice<Traits>::device_;
     const Model model_{.query_heads = 6, .kv_heads = 2, .head_dim = 64};
 };
 TYPED_TEST_SUITE(AttendBitsTest, Devices, DeviceNames);
@@ -55,7 +53,7 @@ TYPED_TEST(AttendBitsTest, Threads) {
                             {.slot = 1, .rows = 1, .first_row = 1, .first_position = 299}};
             std::vector<States> results;
             for (const int threads : {1, 2, 3, 5, 16}) {
-                const auto device = TestFixture::Make::make(threads);
+                const auto device = TestFixture::Make::makeParallel(threads);
                 results.push_back(attend(PagedWorld(*device, model, {}, sequences), runs));
             }
             for (const States& result : results)

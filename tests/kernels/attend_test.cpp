@@ -6,13 +6,13 @@ namespace kvgrid::test {
 namespace {
 
 template <typename Traits>
-class AttendTest : public ::testing::Test {
+class AttendTest : public OnDevice<Traits> {
 protected:
-    std::unique_ptr<Device> device_ = Traits::make(2);
+    using OnDevice<Traits>::device_;
 
     // Decodes the last token of sequences of these lengths together, and checks each.
     void checkDecode(const Model& model, const Placement& placement,
-                     const std::vector<std::int64_t>& lengths, double bound = 1e-5) {
+                     const std::vector<std::int64_t>& lengths) {
         std::vector<Sequence> sequences;
         Runs runs;
         for (std::size_t i = 0; i < lengths.size(); ++i) {
@@ -24,7 +24,7 @@ protected:
         const PagedWorld world(*device_, model, placement, sequences);
         const States states = attend(world, runs);
         for (const auto& run : runs)
-            expectOracle(world, states, run.first_row, run.slot, run.first_position, bound);
+            expectOracle(world, states, run.first_row, run.slot, run.first_position);
     }
 };
 TYPED_TEST_SUITE(AttendTest, Devices, DeviceNames);
@@ -214,6 +214,7 @@ TYPED_TEST(AttendTest, ContextRanksSeeTheirLanesOnly) {
     constexpr std::int64_t position = 66 * 256 + 10;
     const PagedWorld world(*this->device_, model, {.block_size = 256},
                            {{.id = 0, .length = 1}, {.id = 1, .length = position + 1}});
+    const double bound = errorBound(*this->device_, model.format);
     for (const int ranks : {2, 16})
         for (int rank = 0; rank < ranks; rank += 3) {
             const States states =
@@ -223,8 +224,8 @@ TYPED_TEST(AttendTest, ContextRanksSeeTheirLanesOnly) {
                 oracleState(world, 1, position, 0, [rank, ranks](std::int64_t token) {
                     return (token / stripe_tokens % lane_count + 1) % ranks == rank;
                 });
-            EXPECT_LE(oracle::relativeError(std::span(states.out).first(64), expected.out), 1e-5);
-            EXPECT_NEAR(states.lse[0], expected.lse, 1e-5 * std::fabs(expected.lse));
+            EXPECT_LE(oracle::relativeError(std::span(states.out).first(64), expected.out), bound);
+            EXPECT_NEAR(states.lse[0], expected.lse, bound * std::fabs(expected.lse));
         }
 }
 

@@ -9,9 +9,9 @@ namespace kvgrid::test {
 namespace {
 
 template <typename Traits>
-class MergeTest : public ::testing::Test {
+class MergeTest : public OnDevice<Traits> {
 protected:
-    std::unique_ptr<Device> device_ = Traits::make(2);
+    using OnDevice<Traits>::device_;
 
     States merge(std::int64_t rows, int parts, int head_dim, const std::vector<float>& out_parts,
                  const std::vector<float>& lse_parts, bool in_place = false) {
@@ -130,9 +130,9 @@ TYPED_TEST(MergeTest, MassesAddAndOutputsAverage) {
 }
 
 template <typename Traits>
-class CopyBlocksTest : public ::testing::Test {
+class CopyBlocksTest : public OnDevice<Traits> {
 protected:
-    std::unique_ptr<Device> device_ = Traits::make(2);
+    using OnDevice<Traits>::device_;
 };
 TYPED_TEST_SUITE(CopyBlocksTest, Devices, DeviceNames);
 
@@ -210,9 +210,9 @@ TYPED_TEST(CopyBlocksTest, LargeBlocks) {
 }
 
 template <typename Traits>
-class OutputTest : public ::testing::Test {
+class OutputTest : public OnDevice<Traits> {
 protected:
-    std::unique_ptr<Device> device_ = Traits::make(2);
+    using OnDevice<Traits>::device_;
 };
 TYPED_TEST_SUITE(OutputTest, Devices, DeviceNames);
 
@@ -266,9 +266,9 @@ TYPED_TEST(OutputTest, PartsBecomeHeadsAndNumbersAreConverted) {
 }
 
 template <typename Traits>
-class ReadRunsTest : public ::testing::Test {
+class ReadRunsTest : public OnDevice<Traits> {
 protected:
-    std::unique_ptr<Device> device_ = Traits::make(2);
+    using OnDevice<Traits>::device_;
 };
 TYPED_TEST_SUITE(ReadRunsTest, Devices, DeviceNames);
 
@@ -306,9 +306,9 @@ TYPED_TEST(ReadRunsTest, ReadsEveryByteOfEveryRun) {
 }
 
 template <typename Traits>
-class DeviceTest : public ::testing::Test {
+class DeviceTest : public OnDevice<Traits> {
 protected:
-    std::unique_ptr<Device> device_ = Traits::make(2);
+    using OnDevice<Traits>::device_;
 };
 TYPED_TEST_SUITE(DeviceTest, Devices, DeviceNames);
 

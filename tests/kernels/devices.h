@@ -1,5 +1,12 @@
-// The devices over which the operation suites run. A new device joins by one traits type in
-// Devices.
+// The devices over which the operation suites run. A device is one traits type:
+//   name
+//   make()                 null when it is not here; missing() says why
+//   makeParallel(n)        one that cuts its work for n threads (CPU) or n blocks of threads (CUDA)
+//   makeSparse(device, n)  n bytes of its memory, zeros, with data(), which is null when there is
+//   no
+//                          room
+// Test programs are made for one kind of device each: test_kernels_gpu has KVGRID_TEST_CUDA, and
+// nothing of the CPU device, so that it runs on a machine that has no more than a GPU.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -9,10 +16,14 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "kernels/device.h"
 #include "kernels/ops.h"
+#ifdef KVGRID_TEST_CUDA
+#include "kernels/cuda/cuda_device.h"
+#endif
 
 namespace kvgrid::test {
 
@@ -37,16 +48,85 @@ private:
     std::size_t bytes_;
 };
 
+#ifdef KVGRID_TEST_CUDA
+
+// Memory of the GPU; all of it is there.
+class CudaMemory {
+public:
+    CudaMemory(Device& device, std::size_t bytes) {
+        Result<Buffer> buffer = Buffer::onDevice(device, bytes);
+        if (!buffer) return;
+        buffer_ = std::move(*buffer);
+        device.fill(buffer_.data(), 0, bytes, device.defaultStream());
+    }
+    [[nodiscard]] std::byte* data() const { return buffer_.data(); }
+
+private:
+    Buffer buffer_;
+};
+
+struct CudaDeviceTraits {
+    static constexpr const char* name = "cuda";
+    static std::unique_ptr<Device> make() { return makeParallel(0); }
+    static std::unique_ptr<Device> makeParallel(int blocks) {
+        try {
+            return std::make_unique<cuda::CudaDevice>(0, blocks);
+        } catch (const Error& error) {
+            if (error.code() != ErrorCode::unavailable) throw;
+            reason() = error.what();
+            return nullptr;
+        }
+    }
+    static std::string missing() { return reason(); }
+    static std::unique_ptr<CudaMemory> makeSparse(Device& device, std::size_t bytes) {
+        return std::make_unique<CudaMemory>(device, bytes);
+    }
+
+private:
+    static std::string& reason() {
+        static std::string text;
+        return text;
+    }
+};
+
+using Devices = ::testing::Types<CudaDeviceTraits>;
+
+#else
+
 struct CpuDeviceTraits {
     static constexpr const char* name = "cpu";
-    static std::unique_ptr<Device> make(int threads) { return makeCpuDevice(threads); }
-    // Device memory of any size, zeros; null data when the machine cannot.
+    static std::unique_ptr<Device> make() { return makeCpuDevice(2); }
+    static std::unique_ptr<Device> makeParallel(int threads) { return makeCpuDevice(threads); }
+    static std::string missing() { return {}; }
     static std::unique_ptr<SparseMemory> makeSparse(Device&, std::size_t bytes) {
         return std::make_unique<SparseMemory>(bytes);
     }
 };
 
 using Devices = ::testing::Types<CpuDeviceTraits>;
+
+#endif
+
+// A test on a device; skipped where the device is not here.
+template <typename Traits>
+class OnDevice : public ::testing::Test {
+protected:
+    using Make = Traits;
+
+    void SetUp() override {
+        if (device_ == nullptr) GTEST_SKIP() << Traits::missing();
+    }
+
+    std::unique_ptr<Device> device_ = Traits::make();
+};
+
+// How far attend may be from the oracle, ||x - reference|| / ||reference||: what design.md allows
+// for fp32 output on the CPU, and on CUDA, where products have 16-bit operands, for output in the
+// format of K and V.
+[[nodiscard]] inline double errorBound(const Device& device, NumberFormat format) {
+    if (device.kind() == DeviceKind::cpu) return 1e-5;
+    return format == NumberFormat::fp16 ? 1e-3 : 4e-3;
+}
 
 struct DeviceNames {
     template <typename Traits>

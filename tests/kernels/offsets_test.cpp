@@ -9,11 +9,9 @@ constexpr std::int64_t row_bytes = 128;  // 64 elements of 16 bits
 constexpr int head_dim = 64;
 
 template <typename Traits>
-class OffsetsTest : public ::testing::Test {
+class OffsetsTest : public OnDevice<Traits> {
 protected:
-    using Make = Traits;
-
-    std::unique_ptr<Device> device_ = Traits::make(2);
+    using OnDevice<Traits>::device_;
     const Model model_{.query_heads = 2, .kv_heads = 1, .head_dim = head_dim};
 
     // Appends and attends `tokens` tokens of sequence 0, whose blocks are `ids`, in a pool of these

@@ -344,10 +344,11 @@ inline oracle::State oracleState(const PagedWorld& world, int slot, std::int64_t
     return oracle::attention(q, k, v, static_cast<double>(model.softmaxScale()));
 }
 
-// Compares some heads of a row with the oracle, within design.md's bound for fp32 output.
+// Compares some heads of a row with the oracle.
 inline void expectOracle(const PagedWorld& world, const States& states, std::int64_t row, int slot,
-                         std::int64_t position, double bound = 1e-5) {
+                         std::int64_t position) {
     const Model& model = world.model();
+    const double bound = errorBound(world.device(), model.format);
     for (const int head : {0, model.query_heads / 2, model.query_heads - 1}) {
         const oracle::State expected = oracleState(world, slot, position, head);
         const auto state = static_cast<std::size_t>(row * model.query_heads + head);
@@ -356,7 +357,7 @@ inline void expectOracle(const PagedWorld& world, const States& states, std::int
             static_cast<std::size_t>(model.head_dim));
         EXPECT_LE(oracle::relativeError(out, expected.out), bound)
             << "slot " << slot << " position " << position << " head " << head;
-        EXPECT_NEAR(states.lse[state], expected.lse, 1e-5 * std::max(1.0, std::fabs(expected.lse)))
+        EXPECT_NEAR(states.lse[state], expected.lse, bound * std::max(1.0, std::fabs(expected.lse)))
             << "slot " << slot << " position " << position << " head " << head;
     }
 }

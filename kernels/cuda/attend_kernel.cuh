@@ -1,0 +1,593 @@
+// The portable attention kernel (sm_80 and newer). What it computes: kernels/ops.h; how the work is
+// cut: attend_schedule.cuh.
+//
+// A block of threads has four warps, and stays for the whole launch. Each warp computes a leaf (a
+// stripe of 256 tokens) by itself: it keeps tiles of K and V coming into its own ring of shared
+// memory (cp.async), also across leaves and units, so that memory never waits for arithmetic.
+// Tokens are the rows of the matrix products and query rows their 8 columns:
+//   scores [tokens, rows] = K [tokens, head_dim] * Q^T,    out^T [head_dim, rows] += V^T * weights
+// with Q rounded to the format of K, weights to that of V, and sums in fp32. Within a leaf tiles
+// come in order with a running maximum (Milakov and Gimelshein, arXiv 1805.02867). Four sibling
+// leaves fold in shared memory; their unit's tree folds in registers.
+//
+// A column is computed as if it were alone: no choice depends on the other rows of the tile, and a
+// token that a row does not see has the weight 0 there, and K and V of 0 where no row of the tile
+// sees it, so that what memory holds there cannot matter.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "kernels/cuda/attend_launch.h"
+#include "kernels/cuda/attend_schedule.cuh"
+#include "kernels/cuda/ptx.cuh"
+#include "kernels/paging.h"
+
+namespace kvgrid::cuda {
+
+inline constexpr int attend_threads = attend_warps * warp_size;
+
+// Sizes that follow from the head dim.
+template <int head_dim>
+struct AttendShape {
+    static constexpr int tile_tokens = head_dim > 128 ? 16 : 32;
+    static constexpr int tiles = stripe_tokens / tile_tokens;  // of a leaf
+    static constexpr int row_chunks = head_dim / 8;            // of 16 bytes
+    static constexpr int row_bytes = head_dim * 2;
+    static constexpr int tile_bytes = tile_tokens * row_bytes;
+    static constexpr int steps = head_dim / 16;  // of a product over the head dim
+    // The four leaves' states on their way into the fold. Rows are 4 numbers longer than a state,
+    // so that the threads of a warp write to different banks.
+    static constexpr int exchange_stride = head_dim + 4;
+    static constexpr int exchange_numbers = attend_warps * tile_rows * (exchange_stride + 1);
+    // Levels of a unit's fold that are kept in registers; deeper ones are in local memory.
+    static constexpr int register_levels = head_dim > 128 ? 0 : 3;
+
+    static constexpr int sharedBytes(int stages) {
+        return attend_warps * stages * (tile_bytes + 4) + 4 * exchange_numbers;
+    }
+};
+
+// Where 16-byte chunk `chunk` of row `row` of a tile lies: rows are permuted so that 8 rows of one
+// chunk lie in different banks.
+template <int row_chunks>
+__device__ __forceinline__ int chunkAt(int row, int chunk) {
+    static_assert(row_chunks % 2 == 0);
+    constexpr int shift = row_chunks % 8 == 0 ? 0 : row_chunks % 4 == 0 ? 1 : 2;
+    return row * row_chunks + (chunk ^ ((row & 7) >> shift));
+}
+
+__device__ __forceinline__ void waitCopiesUpTo(int pending) {
+    static_assert(most_stages == 8);
+    switch (pending) {
+    case 0:
+        return waitCopies<0>();
+    case 1:
+        return waitCopies<1>();
+    case 2:
+        return waitCopies<2>();
+    case 3:
+        return waitCopies<3>();
+    case 4:
+        return waitCopies<4>();
+    case 5:
+        return waitCopies<5>();
+    default:
+        return waitCopies<6>();
+    }
+}
+
+// Fetches the tiles of a warp's leaves, in the order in which the warp will want them: for each
+// leaf K and V of its first tile, of its second, ... One group of copies a tile, also where nothing
+// is fetched.
+template <int head_dim>
+class TileFetcher {
+    using Shape = AttendShape<head_dim>;
+
+public:
+    __device__ TileFetcher(const AttendLaunch& launch, int step_bits, int warp, std::byte* ring,
+                           std::uint32_t* present)
+        : params_(launch.params),
+          cursor_(launch.params, step_bits),
+          next_unit_(blockIdx.x),
+          warp_(warp),
+          stages_(launch.stages),
+          ring_(sharedAddress(ring)),
+          present_(present) {
+        round_ = -1;
+        unit_.round_bits = -1;
+        nextLeaf();
+    }
+
+    __device__ void fetch() {
+        if (active_) {
+            if (step_ == 2 * Shape::tiles) nextLeaf();
+            if (active_) fetchTile();
+        }
+        commitCopies();
+        stage_ = stage_ + 1 == stages_ ? 0 : stage_ + 1;
+    }
+
+private:
+    __device__ void nextLeaf() {
+        step_ = 0;
+        while (true) {
+            ++round_;
+            if (unit_.round_bits < 0 || round_ >> unit_.round_bits != 0) {
+                active_ = cursor_.find(next_unit_, unit_);
+                if (!active_) return;
+                next_unit_ += gridDim.x;
+                round_ = 0;
+            }
+            const std::int64_t stripe = unit_.stripeAt(
+                (unit_.first_round + round_) * attend_warps + warp_, params_.context_ranks);
+            if (stripe >= unit_.stripes()) continue;
+            const std::int64_t position = stripe * stripe_tokens;
+            logical_ = position / params_.pool.block_size;
+            within_ = position - logical_ * params_.pool.block_size;
+            const std::int64_t left = unit_.last_position - position + 1;
+            tokens_ = static_cast<int>(left < stripe_tokens ? left : stripe_tokens);
+            return;
+        }
+    }
+
+    // K of the leaf's token `token`; null when it is past the end or its block is absent.
+    __device__ const std::byte* keyOf(int token) const {
+        if (token >= tokens_) return nullptr;
+        const PoolView& pool = params_.pool;
+        std::int64_t within = within_ + token;
+        std::int64_t logical = logical_;
+        if (within >= pool.block_size) {
+            // Less than a stripe further: in the next block, unless blocks are small.
+            std::int64_t blocks = 1;
+            if (pool.block_size < stripe_tokens)
+                blocks = static_cast<std::uint32_t>(within) /
+                         static_cast<std::uint32_t>(pool.block_size);
+            logical += blocks;
+            within -= blocks * pool.block_size;
+        }
+        const std::int64_t block =
+            findBlock(params_.tables, unit_.slot, logical, pool.max_num_blocks);
+        if (block == no_block) return nullptr;
+        return keyRow(pool, params_.layer, block, unit_.kv_head, within);
+    }
+
+    __device__ void fetchTile() {
+        const int lane = static_cast<int>(threadIdx.x) % warp_size;
+        const bool is_value = (step_ & 1) != 0;
+        const int row = lane % Shape::tile_tokens;
+        const std::byte* source = keyOf((step_ >> 1) * Shape::tile_tokens + row);
+        const std::uint32_t present = __ballot_sync(all_lanes, source != nullptr);
+        if (lane == 0) present_[stage_] = present;
+        ++step_;
+        if (present == 0) return;
+        // Some address that may be read, for rows of which nothing is.
+        source = source == nullptr ? params_.pool.data
+                                   : source + (is_value ? params_.pool.value_offset : 0);
+        const std::uint32_t to = ring_ + static_cast<std::uint32_t>(stage_ * Shape::tile_bytes);
+        constexpr int copies = Shape::tile_tokens * Shape::row_chunks / warp_size;
+#pragma unroll 4
+        for (int i = 0; i < copies; ++i) {
+            const int index = i * warp_size + lane;
+            const int to_row = index / Shape::row_chunks;
+            const int chunk = index % Shape::row_chunks;
+            const auto address =
+                __shfl_sync(all_lanes, reinterpret_cast<unsigned long long>(source), to_row);
+            copyAsync(
+                to + static_cast<std::uint32_t>(chunkAt<Shape::row_chunks>(to_row, chunk) * 16),
+                reinterpret_cast<const std::byte*>(address) + chunk * 16,
+                (present >> to_row & 1) != 0 ? 16 : 0);
+        }
+    }
+
+    const AttendParams& params_;
+    UnitCursor<false> cursor_;
+    std::int64_t next_unit_;
+    Unit unit_;
+    std::int64_t round_;
+    std::int64_t logical_ = 0;  // of the leaf's first token
+    std::int64_t within_ = 0;
+    int tokens_ = 0;  // of the leaf, up to the tile's last position
+    int step_ = 0;    // two a tile: K, V
+    bool active_ = false;
+    int warp_;
+    int stages_;
+    int stage_ = 0;
+    std::uint32_t ring_;
+    std::uint32_t* present_;  // [stages]: which tokens of the tile there are
+};
+
+// A warp's state of one leaf. A thread has rows 2 * (lane % 4) and + 1 of the tile, in that order
+// in its arrays, and of those states the elements 16 i + lane / 4 (sums[i][0], [1]) and + 8 ([2],
+// [3]).
+template <NumberFormat format, int head_dim>
+class Leaf {
+    using Shape = AttendShape<head_dim>;
+    using Product = Products<format>;
+    static constexpr int token_steps = Shape::tile_tokens / 16;
+    static constexpr float log2_e = 1.44269504F;
+
+public:
+    // rows of the tile beyond `rows` are zeros.
+    __device__ void loadQueries(const AttendParams& params, const Unit& unit) {
+        const int lane = static_cast<int>(threadIdx.x) % warp_size;
+        const int group = params.query_heads / params.kv_heads;
+        const bool exists = lane / 4 < unit.rows;
+        const Unit::Query query = unit.query(exists ? lane / 4 : 0, group);
+        const float* const q =
+            params.q +
+            ((query.row * params.query_heads + unit.kv_head * group + query.head) * head_dim) +
+            lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < Shape::steps; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float2 pair = make_float2(0.0F, 0.0F);
+                if (exists) pair = *reinterpret_cast<const float2*>(q + 16 * i + 8 * half);
+                queries_[i][half] = Product::pack(pair.x, pair.y);
+            }
+    }
+
+    __device__ void clear() {
+#pragma unroll
+        for (int i = 0; i < Shape::steps; ++i)
+#pragma unroll
+            for (float& sum : sums_[i])
+                sum = 0.0F;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            top_[e] = empty_lse;
+            weight_[e] = 0.0F;
+            rounded_weight_[e] = 0.0F;
+        }
+    }
+
+    // K of a tile whose first token is `first` of the leaf; rows see tokens up to limits[e].
+    __device__ void addScores(std::uint32_t tile, std::uint32_t present, int first, float scale,
+                              const int (&limits)[2]) {
+        float scores[token_steps][4];
+        multiplyKeys(tile, scores);
+
+        const int lane = static_cast<int>(threadIdx.x) % warp_size;
+        float top[2] = {empty_lse, empty_lse};
+#pragma unroll
+        for (int t = 0; t < token_steps; ++t)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int token = 16 * t + 8 * (i / 2) + lane / 4;
+                const bool visible = (present >> token & 1) != 0 && first + token <= limits[i % 2];
+                scores[t][i] = visible ? scores[t][i] * scale : empty_lse;
+                top[i % 2] = fmaxf(top[i % 2], scores[t][i]);
+            }
+        float factors[2];
+        float base[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+#pragma unroll
+            for (int distance = 4; distance < warp_size; distance *= 2)
+                top[e] = fmaxf(top[e], __shfl_xor_sync(all_lanes, top[e], distance));
+            top[e] = fmaxf(top[e], top_[e]);
+            // Without any score yet: -inf minus itself would be NaN.
+            base[e] = top[e] == empty_lse ? 0.0F : top[e];
+            factors[e] = powerOfTwo((top_[e] - base[e]) * log2_e);
+            top_[e] = top[e];
+        }
+        rescale(factors);
+#pragma unroll
+        for (int t = 0; t < token_steps; ++t)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float weights[2];
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    weights[e] = powerOfTwo((scores[t][2 * half + e] - base[e]) * log2_e);
+                    weight_[e] += weights[e];
+                }
+                const std::uint32_t pair = Product::pack(weights[0] * Product::weight_scale,
+                                                         weights[1] * Product::weight_scale);
+                const float2 rounded = Product::unpack(pair);
+                rounded_weight_[0] += rounded.x;
+                rounded_weight_[1] += rounded.y;
+                weights_[t][half] = transposed(pair);
+            }
+    }
+
+    // V of the tile whose K came last.
+    __device__ void addValues(std::uint32_t tile) {
+        const int lane = static_cast<int>(threadIdx.x) % warp_size;
+#pragma unroll
+        for (int t = 0; t < token_steps; ++t) {
+            const int row = 16 * t + lane % 8 + lane / 16 * 8;
+#pragma unroll
+            for (int i = 0; i < Shape::steps; ++i) {
+                std::uint32_t values[4];
+                const int chunk = 2 * i + (lane / 8 & 1);
+                loadTransposed(values, tile + static_cast<std::uint32_t>(
+                                                  chunkAt<Shape::row_chunks>(row, chunk) * 16));
+                Product::multiply(sums_[i], values, weights_[t][0], weights_[t][1]);
+            }
+        }
+    }
+
+    // Writes the state: out to out[row * Shape::exchange_stride ...], lse to lse[row].
+    __device__ void store(float* out, float* lse) {
+        const int lane = static_cast<int>(threadIdx.x) % warp_size;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+#pragma unroll
+            for (int distance = 4; distance < warp_size; distance *= 2) {
+                weight_[e] += __shfl_xor_sync(all_lanes, weight_[e], distance);
+                rounded_weight_[e] += __shfl_xor_sync(all_lanes, rounded_weight_[e], distance);
+            }
+            const int row = lane % 4 * 2 + e;
+            const bool empty = weight_[e] == 0.0F;
+            const float factor = empty ? 0.0F : __fdiv_rn(1.0F, rounded_weight_[e]);
+            float* const to = out + row * Shape::exchange_stride + lane / 4;
+#pragma unroll
+            for (int i = 0; i < Shape::steps; ++i) {
+                to[16 * i] = sums_[i][e] * factor;
+                to[16 * i + 8] = sums_[i][2 + e] * factor;
+            }
+            if (lane < 4) lse[row] = empty ? empty_lse : top_[e] + logf(weight_[e]);
+        }
+    }
+
+private:
+    // Two sums a score, over the even and the odd steps, so that products wait less for each other.
+    __device__ void multiplyKeys(std::uint32_t tile, float (&scores)[token_steps][4]) {
+        const int lane = static_cast<int>(threadIdx.x) % warp_size;
+        float odd[token_steps][4];
+#pragma unroll
+        for (int t = 0; t < token_steps; ++t)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                scores[t][i] = 0.0F;
+                odd[t][i] = 0.0F;
+            }
+#pragma unroll
+        for (int i = 0; i < Shape::steps; ++i)
+#pragma unroll
+            for (int t = 0; t < token_steps; ++t) {
+                const int row = 16 * t + lane % 16;
+                std::uint32_t keys[4];
+                loadMatrices(keys,
+                             tile + static_cast<std::uint32_t>(
+                                        chunkAt<Shape::row_chunks>(row, 2 * i + lane / 16) * 16));
+                Product::multiply(i % 2 == 0 ? scores[t] : odd[t], keys, queries_[i][0],
+                                  queries_[i][1]);
+            }
+#pragma unroll
+        for (int t = 0; t < token_steps; ++t)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                scores[t][i] += odd[t][i];
+    }
+
+    __device__ void rescale(const float (&factors)[2]) {
+        // Multiplying by 1 changes nothing, and seldom is it anything else.
+        if (__any_sync(all_lanes, factors[0] != 1.0F || factors[1] != 1.0F) == 0) return;
+#pragma unroll
+        for (int i = 0; i < Shape::steps; ++i)
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                sums_[i][j] *= factors[j % 2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            weight_[e] *= factors[e];
+            rounded_weight_[e] *= factors[e];
+        }
+    }
+
+    std::uint32_t queries_[Shape::steps][2];
+    std::uint32_t weights_[token_steps][2];
+    float sums_[Shape::steps][4];
+    float top_[2];
+    float weight_[2];          // this thread's share of the sum of weights
+    float rounded_weight_[2];  // the same of what the products see, times weight_scale
+};
+
+// One row's part of a state that a thread folds: 16 threads a row, element 16 i + lane of 16 each.
+template <int head_dim>
+struct RowPart {
+    float out[head_dim / 16];
+    float lse;
+
+    __device__ __forceinline__ void makeEmpty() {
+#pragma unroll
+        for (float& number : out)
+            number = 0.0F;
+        lse = empty_lse;
+    }
+
+    __device__ __forceinline__ void mergeLeft(const RowPart& left) {
+        const MergeWeights weights = mergeWeights(left.lse, lse);
+#pragma unroll
+        for (int i = 0; i < head_dim / 16; ++i)
+            out[i] = mergeOut(weights, left.out[i], out[i]);
+        lse = weights.lse;
+    }
+};
+
+// The fold of a unit's rounds: a round's state comes in, and waits until its sibling is there.
+template <int head_dim>
+class UnitFold {
+    static constexpr int register_levels = AttendShape<head_dim>::register_levels;
+
+public:
+    // After round 2^k - 1 of 2^k, `state` is the state of all of them.
+    __device__ __forceinline__ void add(std::int64_t round, RowPart<head_dim>& state) {
+#pragma unroll
+        for (int level = 0; level < register_levels; ++level) {
+            if ((round >> level & 1) == 0) {
+                waiting_[level] = state;
+                return;
+            }
+            state.mergeLeft(waiting_[level]);
+        }
+#pragma unroll 1
+        for (int level = register_levels; level <= most_round_bits; ++level) {
+            if ((round >> level & 1) == 0) {
+                deep_[level - register_levels] = state;
+                return;
+            }
+            state.mergeLeft(deep_[level - register_levels]);
+        }
+    }
+
+private:
+    RowPart<head_dim> waiting_[register_levels > 0 ? register_levels : 1];
+    RowPart<head_dim> deep_[most_round_bits + 1 - register_levels];
+};
+
+// Merges the states of four sibling leaves.
+template <int head_dim>
+__device__ __forceinline__ void foldRound(const float* exchange, const float* exchange_lse,
+                                          RowPart<head_dim>& state) {
+    using Shape = AttendShape<head_dim>;
+    const int row = static_cast<int>(threadIdx.x) / 16;
+    const int element = static_cast<int>(threadIdx.x) % 16;
+    const MergeWeights low = mergeWeights(exchange_lse[row], exchange_lse[tile_rows + row]);
+    const MergeWeights high =
+        mergeWeights(exchange_lse[2 * tile_rows + row], exchange_lse[3 * tile_rows + row]);
+    const MergeWeights both = mergeWeights(low.lse, high.lse);
+    constexpr int leaf = tile_rows * Shape::exchange_stride;
+    const float* const from = exchange + row * Shape::exchange_stride + element;
+#pragma unroll
+    for (int i = 0; i < head_dim / 16; ++i)
+        state.out[i] = mergeOut(both, mergeOut(low, from[16 * i], from[leaf + 16 * i]),
+                                mergeOut(high, from[2 * leaf + 16 * i], from[3 * leaf + 16 * i]));
+    state.lse = both.lse;
+}
+
+// To the output when the unit is its tree, else to its slot of the workspace.
+template <int head_dim>
+__device__ __forceinline__ void storeUnit(const AttendParams& params, const Unit& unit,
+                                          const RowPart<head_dim>& state) {
+    const int row = static_cast<int>(threadIdx.x) / 16;
+    const int element = static_cast<int>(threadIdx.x) % 16;
+    float* out;
+    float* lse;
+    if (unit.whole) {
+        if (row >= unit.rows) return;
+        const int group = params.query_heads / params.kv_heads;
+        const Unit::Query query = unit.query(row, group);
+        const std::int64_t to = query.row * params.query_heads + unit.kv_head * group + query.head;
+        out = params.out + to * head_dim;
+        lse = params.lse + to;
+    } else {
+        float* const slot =
+            static_cast<float*>(params.workspace) + unit.workspace_slot * slotNumbers(head_dim);
+        out = slot + row * head_dim;
+        lse = slot + tile_rows * head_dim + row;
+    }
+    const bool empty = state.lse == empty_lse;
+#pragma unroll
+    for (int i = 0; i < head_dim / 16; ++i)
+        out[16 * i + element] = empty ? 0.0F : state.out[i];
+    if (element == 0) *lse = state.lse;
+}
+
+template <NumberFormat format, int head_dim>
+__global__ void __launch_bounds__(attend_threads, 1)
+    attend_kernel(const __grid_constant__ AttendLaunch launch) {
+    using Shape = AttendShape<head_dim>;
+    static_assert(head_dim % 16 == 0);
+    extern __shared__ __align__(128) std::byte shared[];
+    const AttendParams& params = launch.params;
+    const int warp = static_cast<int>(threadIdx.x) / warp_size;
+    const int lane = static_cast<int>(threadIdx.x) % warp_size;
+    std::byte* const ring = shared + warp * launch.stages * Shape::tile_bytes;
+    auto* const exchange =
+        reinterpret_cast<float*>(shared + attend_warps * launch.stages * Shape::tile_bytes);
+    float* const exchange_lse = exchange + attend_warps * tile_rows * Shape::exchange_stride;
+    auto* const present =
+        reinterpret_cast<std::uint32_t*>(exchange + Shape::exchange_numbers) + warp * launch.stages;
+
+    const int step_bits = stepBits(launch);
+    TileFetcher<head_dim> fetcher(launch, step_bits, warp, ring, present);
+    for (int i = 1; i < launch.stages; ++i)
+        fetcher.fetch();
+
+    const int group = params.query_heads / params.kv_heads;
+    int stage = 0;
+    UnitCursor<false> cursor(params, step_bits);
+    Unit unit;
+    for (std::int64_t index = blockIdx.x; cursor.find(index, unit); index += gridDim.x) {
+        Leaf<format, head_dim> leaf;
+        leaf.loadQueries(params, unit);
+        UnitFold<head_dim> fold;
+        RowPart<head_dim> state;
+        for (std::int64_t round = 0; round >> unit.round_bits == 0; ++round) {
+            const std::int64_t path = (unit.first_round + round) * attend_warps;
+            // The first of four siblings is the lowest stripe: without it there is none.
+            if (unit.stripeAt(path, params.context_ranks) >= unit.stripes()) {
+                state.makeEmpty();
+                fold.add(round, state);
+                continue;
+            }
+            const std::int64_t stripe = unit.stripeAt(path + warp, params.context_ranks);
+            const bool has_leaf = stripe < unit.stripes();
+            if (has_leaf) {
+                // How far the thread's rows see into the stripe.
+                int limits[2];
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int row = lane % 4 * 2 + e;
+                    const std::int64_t limit =
+                        unit.query(row, group).position - stripe * stripe_tokens;
+                    limits[e] = row < unit.rows
+                                    ? static_cast<int>(min(limit, std::int64_t{stripe_tokens}))
+                                    : -1;
+                }
+                leaf.clear();
+#pragma unroll 1
+                for (int step = 0; step < 2 * Shape::tiles; ++step) {
+                    waitCopiesUpTo(launch.stages - 2);
+                    __syncwarp();
+                    const std::uint32_t tile =
+                        sharedAddress(ring) + static_cast<std::uint32_t>(stage * Shape::tile_bytes);
+                    const std::uint32_t tokens = present[stage];
+                    // Into the tile that was worked on last.
+                    fetcher.fetch();
+                    stage = stage + 1 == launch.stages ? 0 : stage + 1;
+                    if (tokens == 0) continue;
+                    if (step % 2 == 0)
+                        leaf.addScores(tile, tokens, step / 2 * Shape::tile_tokens, params.scale,
+                                       limits);
+                    else
+                        leaf.addValues(tile);
+                }
+            }
+            __syncthreads();  // the last round's states have been read
+            if (has_leaf)
+                leaf.store(exchange + warp * tile_rows * Shape::exchange_stride,
+                           exchange_lse + warp * tile_rows);
+            else if (lane < tile_rows)
+                exchange_lse[warp * tile_rows + lane] = empty_lse;
+            __syncthreads();
+            foldRound<head_dim>(exchange, exchange_lse, state);
+            fold.add(round, state);
+        }
+        storeUnit<head_dim>(params, unit, state);
+    }
+    waitCopies<0>();
+}
+
+template <NumberFormat format, int head_dim>
+void launchAttend(const AttendLaunch& launch, unsigned blocks, int shared_bytes,
+                  ::cudaStream_t stream) {
+    attend_kernel<format, head_dim><<<blocks, attend_threads, shared_bytes, stream>>>(launch);
+}
+
+template <NumberFormat format, int head_dim>
+AttendKernel attendKernel() {
+    return {head_dim, attend_kernel<format, head_dim>, AttendShape<head_dim>::sharedBytes,
+            launchAttend<format, head_dim>};
+}
+
+template <NumberFormat format>
+AttendKernels attendKernels() {
+    return {attendKernel<format, 64>(), attendKernel<format, 80>(), attendKernel<format, 96>(),
+            attendKernel<format, 128>(), attendKernel<format, 256>()};
+}
+
+}  // namespace kvgrid::cuda

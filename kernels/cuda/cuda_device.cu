@@ -1,0 +1,230 @@
+#include "kernels/cuda/cuda_device.h"
+
+#include <cuda_runtime.h>
+
+#include <cstdio>
+
+#include "kernels/cuda/cuda_check.h"
+#include "kernels/cuda/operations.h"
+
+namespace kvgrid {
+namespace cuda {
+namespace {
+
+static_assert(__cplusplus >= 202002L, "CUDA files are C++20");
+
+constexpr int least_major = 8;  // cp.async and bf16 products
+
+constexpr Operations cuda_operations{
+    .append = append,
+    .gather = gather,
+    .attend = attend,
+    .merge = merge,
+    .copyBlocks = copyBlocks,
+    .output = output,
+    .readRuns = readRuns,
+    .attendWorkspaceBytes = attendWorkspaceBytes,
+};
+
+std::string describe(const char* call, cudaError_t status) {
+    return std::string(call) + ": " + cudaGetErrorName(status) + " (" + cudaGetErrorString(status) +
+           ")";
+}
+
+cudaStream_t handleOf(StreamView stream) noexcept {
+    return static_cast<cudaStream_t>(stream.handle());
+}
+
+cudaDeviceProp propertiesOf(int index) {
+    int count = 0;
+    const cudaError_t status = cudaGetDeviceCount(&count);
+    if (status != cudaSuccess) {
+        (void)cudaGetLastError();
+        throw Error(ErrorCode::unavailable,
+                    "no CUDA device: " + describe("cudaGetDeviceCount", status));
+    }
+    if (index < 0 || index >= count)
+        throw Error(ErrorCode::unavailable,
+                    "no CUDA device " + std::to_string(index) + ": there " +
+                        (count == 1 ? "is 1" : "are " + std::to_string(count)));
+    cudaDeviceProp properties{};
+    check(cudaGetDeviceProperties(&properties, index), "cudaGetDeviceProperties");
+    if (properties.major < least_major)
+        throw Error(ErrorCode::unavailable,
+                    std::string(properties.name) + " is sm_" + std::to_string(properties.major) +
+                        std::to_string(properties.minor) + "; sm_80 or newer is needed");
+    return properties;
+}
+
+int attributeOf(int index, cudaDeviceAttr attribute) {
+    int value = 0;
+    check(cudaDeviceGetAttribute(&value, attribute, index), "cudaDeviceGetAttribute");
+    return value;
+}
+
+}  // namespace
+
+void check(cudaError_t status, const char* call) {
+    if (status == cudaSuccess) return;
+    (void)cudaGetLastError();
+    throw Error(ErrorCode::internal, describe(call, status));
+}
+
+void checkNoThrow(cudaError_t status, const char* call) noexcept {
+    if (status == cudaSuccess) return;
+    (void)cudaGetLastError();
+    std::fprintf(stderr, "kvgrid: %s: %s\n", call, cudaGetErrorName(status));
+}
+
+CudaDevice::CudaDevice(int index, int attend_blocks) : index_(index) {
+    const cudaDeviceProp properties = propertiesOf(index);
+    use();
+    multiprocessors_ = properties.multiProcessorCount;
+    shared_bytes_ = attributeOf(index, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    attend_blocks_ = attend_blocks > 0 ? attend_blocks : multiprocessors_;
+    total_bytes_ = properties.totalGlobalMem;
+    char bus_id[32] = "";
+    check(cudaDeviceGetPCIBusId(bus_id, sizeof(bus_id), index), "cudaDeviceGetPCIBusId");
+    description_ = std::string("cuda ") + properties.name + " (" + bus_id + "), sm_" +
+                   std::to_string(properties.major) + std::to_string(properties.minor);
+    prepareAppend();
+    prepareGather();
+    prepareAttend(shared_bytes_);
+    prepareMerge();
+    prepareCopyBlocks();
+    prepareOutput();
+    prepareReadRuns();
+    stream_ = createStream();
+}
+
+CudaDevice::~CudaDevice() {
+    destroyStream(stream_);
+}
+
+void CudaDevice::use() const {
+    check(cudaSetDevice(index_), "cudaSetDevice");
+}
+
+std::int64_t CudaDevice::freeMemory() const {
+    use();
+    std::size_t free_bytes = 0;
+    std::size_t total_bytes = 0;
+    check(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
+    return static_cast<std::int64_t>(free_bytes);
+}
+
+const Operations& CudaDevice::operations() const noexcept {
+    return cuda_operations;
+}
+
+void* CudaDevice::allocate(std::size_t bytes) {
+    if (bytes == 0 || bytes > total_bytes_) return nullptr;
+    use();
+    void* data = nullptr;
+    const cudaError_t status = cudaMalloc(&data, bytes);
+    if (status == cudaErrorMemoryAllocation) {
+        (void)cudaGetLastError();
+        return nullptr;
+    }
+    check(status, "cudaMalloc");
+    return data;
+}
+
+void CudaDevice::deallocate(void* pointer, std::size_t) noexcept {
+    checkNoThrow(cudaSetDevice(index_), "cudaSetDevice");
+    checkNoThrow(cudaFree(pointer), "cudaFree");
+}
+
+void* CudaDevice::allocateHost(std::size_t bytes) {
+    constexpr std::size_t most_bytes = std::size_t{1} << 46;  // more is a mistake
+    if (bytes == 0 || bytes > most_bytes) return nullptr;
+    use();
+    void* data = nullptr;
+    const cudaError_t status =
+        cudaHostAlloc(&data, bytes, cudaHostAllocPortable | cudaHostAllocMapped);
+    if (status == cudaErrorMemoryAllocation) {
+        (void)cudaGetLastError();
+        return nullptr;
+    }
+    check(status, "cudaHostAlloc");
+    return data;
+}
+
+void CudaDevice::deallocateHost(void* pointer, std::size_t) noexcept {
+    checkNoThrow(cudaSetDevice(index_), "cudaSetDevice");
+    checkNoThrow(cudaFreeHost(pointer), "cudaFreeHost");
+}
+
+void* CudaDevice::createStream() {
+    use();
+    cudaStream_t stream = nullptr;
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    return stream;
+}
+
+void CudaDevice::destroyStream(void* handle) noexcept {
+    if (handle == nullptr) return;
+    checkNoThrow(cudaSetDevice(index_), "cudaSetDevice");
+    checkNoThrow(cudaStreamDestroy(static_cast<cudaStream_t>(handle)), "cudaStreamDestroy");
+}
+
+void* CudaDevice::createEvent() {
+    use();
+    cudaEvent_t event = nullptr;
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+    return event;
+}
+
+void CudaDevice::destroyEvent(void* handle) noexcept {
+    if (handle == nullptr) return;
+    checkNoThrow(cudaSetDevice(index_), "cudaSetDevice");
+    checkNoThrow(cudaEventDestroy(static_cast<cudaEvent_t>(handle)), "cudaEventDestroy");
+}
+
+void CudaDevice::record(void* event, StreamView stream) {
+    use();
+    check(cudaEventRecord(static_cast<cudaEvent_t>(event), handleOf(stream)), "cudaEventRecord");
+}
+
+void CudaDevice::wait(StreamView stream, void* event) {
+    use();
+    check(cudaStreamWaitEvent(handleOf(stream), static_cast<cudaEvent_t>(event), 0),
+          "cudaStreamWaitEvent");
+}
+
+bool CudaDevice::finished(void* event) {
+    use();
+    const cudaError_t status = cudaEventQuery(static_cast<cudaEvent_t>(event));
+    if (status == cudaErrorNotReady) {
+        (void)cudaGetLastError();
+        return false;
+    }
+    check(status, "cudaEventQuery");
+    return true;
+}
+
+void CudaDevice::copy(void* destination, const void* source, std::size_t bytes, StreamView stream) {
+    if (bytes == 0) return;
+    use();
+    check(cudaMemcpyAsync(destination, source, bytes, cudaMemcpyDefault, handleOf(stream)),
+          "cudaMemcpyAsync");
+}
+
+void CudaDevice::fill(void* destination, std::uint8_t value, std::size_t bytes, StreamView stream) {
+    if (bytes == 0) return;
+    use();
+    check(cudaMemsetAsync(destination, value, bytes, handleOf(stream)), "cudaMemsetAsync");
+}
+
+void CudaDevice::synchronize(StreamView stream) {
+    use();
+    check(cudaStreamSynchronize(handleOf(stream)), "cudaStreamSynchronize");
+}
+
+}  // namespace cuda
+
+std::unique_ptr<Device> makeCudaDevice(int index) {
+    return std::make_unique<cuda::CudaDevice>(index);
+}
+
+}  // namespace kvgrid

@@ -1,0 +1,74 @@
+// One GPU as a device: cudaMalloc and page-locked memory, CUDA streams and events.
+//
+// Every kernel is loaded when the device is made, so that no operation loads code, and all may be
+// captured into CUDA graphs from the first call on.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "kernels/device.h"
+
+namespace kvgrid::cuda {
+
+class CudaDevice final : public Device {
+public:
+    // The GPU that CUDA counts as `index`. unavailable: no driver, no such GPU, none that this
+    // build has code for. attend_blocks: how many blocks of threads attend, 0 for as many as the
+    // GPU holds at once; tests use it, the bits do not depend on it.
+    explicit CudaDevice(int index, int attend_blocks = 0);
+    ~CudaDevice() override;
+
+    [[nodiscard]] DeviceKind kind() const noexcept override { return DeviceKind::cuda; }
+    [[nodiscard]] std::string description() const override { return description_; }
+    [[nodiscard]] int threads() const noexcept override { return 0; }
+    [[nodiscard]] std::int64_t freeMemory() const override;
+    [[nodiscard]] const Operations& operations() const noexcept override;
+
+    [[nodiscard]] void* allocate(std::size_t bytes) override;
+    void deallocate(void* pointer, std::size_t bytes) noexcept override;
+    [[nodiscard]] void* allocateHost(std::size_t bytes) override;
+    void deallocateHost(void* pointer, std::size_t bytes) noexcept override;
+
+    [[nodiscard]] StreamView defaultStream() noexcept override { return {*this, stream_}; }
+    [[nodiscard]] void* createStream() override;
+    void destroyStream(void* handle) noexcept override;
+    [[nodiscard]] void* createEvent() override;
+    void destroyEvent(void* handle) noexcept override;
+    void record(void* event, StreamView stream) override;
+    void wait(StreamView stream, void* event) override;
+    [[nodiscard]] bool finished(void* event) override;
+
+    // Asynchronous where the host side, if any, is from allocateHost.
+    void copy(void* destination, const void* source, std::size_t bytes, StreamView stream) override;
+    void fill(void* destination, std::uint8_t value, std::size_t bytes, StreamView stream) override;
+    void synchronize(StreamView stream) override;
+
+    // Makes it the current device of this thread. Every member and operation does so first.
+    void use() const;
+
+    [[nodiscard]] int multiprocessors() const noexcept { return multiprocessors_; }
+    // Bytes of shared memory that one block of threads may have.
+    [[nodiscard]] int sharedBytes() const noexcept { return shared_bytes_; }
+    [[nodiscard]] int attendBlocks() const noexcept { return attend_blocks_; }
+
+private:
+    int index_;
+    int multiprocessors_ = 0;
+    int shared_bytes_ = 0;
+    int attend_blocks_ = 0;
+    std::size_t total_bytes_ = 0;
+    std::string description_;
+    void* stream_ = nullptr;
+};
+
+// The device of a stream that an operation of this folder was given, made current.
+inline const CudaDevice& useDevice(StreamView stream) {
+    const auto& device = static_cast<const CudaDevice&>(stream.device());
+    device.use();
+    return device;
+}
+
+}  // namespace kvgrid::cuda

@@ -1,0 +1,64 @@
+#include "kernels/cuda/fold_states.cuh"
+#include "kernels/cuda/launch.h"
+#include "kernels/cuda/operations.h"
+
+namespace kvgrid::cuda {
+namespace {
+
+constexpr int warp = 32;
+constexpr int warps = 8;
+constexpr std::int64_t most_blocks = 1 << 20;
+static_assert(fold_most >= lane_count);
+
+// A state a warp, four numbers of it a thread.
+__global__ void __launch_bounds__(warps* warp)
+    merge_kernel(const __grid_constant__ MergeParams params) {
+    const int lane = static_cast<int>(threadIdx.x) % warp;
+    const int part_bits = 31 - __clz(params.parts);
+    for (std::int64_t row = std::int64_t{blockIdx.x} * warps + threadIdx.x / warp;
+         row < params.rows; row += std::int64_t{gridDim.x} * warps) {
+        float lse = empty_lse;
+        for (int first = 0; first < params.head_dim; first += 4 * warp) {
+            const int at = first + 4 * lane;
+            const bool owns = at < params.head_dim;
+            const StatePart state = foldParts(params.parts, [&](int index) {
+                // In order of the tree: + parts / 2 is folded first, so it is the lowest bit.
+                const std::int64_t part = static_cast<std::int64_t>(
+                    __brev(static_cast<unsigned>(index)) >> 1 >> (31 - part_bits));
+                const std::int64_t from = part * params.rows + row;
+                StatePart loaded = emptyPart();
+                loaded.lse = params.lse_parts[from];
+                if (owns)
+                    loaded.out = *reinterpret_cast<const float4*>(params.out_parts +
+                                                                  from * params.head_dim + at);
+                return loaded;
+            });
+            lse = state.lse;
+            if (owns)
+                *reinterpret_cast<float4*>(params.out + row * params.head_dim + at) =
+                    lse == empty_lse ? make_float4(0.0F, 0.0F, 0.0F, 0.0F) : state.out;
+        }
+        // Last, for it may lie in the first part.
+        __syncwarp();
+        if (lane == 0) params.lse[row] = lse;
+    }
+}
+
+}  // namespace
+
+void prepareMerge() {
+    load(merge_kernel);
+}
+
+void merge(const MergeParams& params, StreamView stream) {
+    if (params.head_dim % 4 != 0 || params.parts < 1 || params.parts > fold_most)
+        throw Error(ErrorCode::internal, "merge: head dim " + std::to_string(params.head_dim) +
+                                             ", " + std::to_string(params.parts) + " parts");
+    if (params.rows == 0) return;
+    useDevice(stream);
+    merge_kernel<<<gridFor((params.rows + warps - 1) / warps, most_blocks), warps * warp, 0,
+                   handleOf(stream)>>>(params);
+    checkLaunch("merge_kernel");
+}
+
+}  // namespace kvgrid::cuda

@@ -1,0 +1,117 @@
+// The instructions that have no CUDA C++ spelling, one function each. sm_80 unless said otherwise.
+// Operand layouts: PTX ISA, "Warp-level matrix instructions".
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include <kvgrid/types.h>
+
+namespace kvgrid::cuda {
+
+[[nodiscard]] __device__ __forceinline__ std::uint32_t sharedAddress(const void* pointer) {
+    return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Copies 16 bytes to shared memory without waiting; zeros, and `from` is not read, when `bytes` is
+// 0.
+__device__ __forceinline__ void copyAsync(std::uint32_t to, const void* from, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void commitCopies() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most `pending` of this thread's groups of copies are under way.
+template <int pending>
+__device__ __forceinline__ void waitCopies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit numbers; lane i gives the address of row i % 8 of matrix i / 8.
+__device__ __forceinline__ void loadMatrices(std::uint32_t (&out)[4], std::uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// The same, each transposed.
+__device__ __forceinline__ void loadTransposed(std::uint32_t (&out)[4], std::uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// Transposes an 8 x 8 matrix of 16-bit numbers across the warp.
+[[nodiscard]] __device__ __forceinline__ std::uint32_t transposed(std::uint32_t matrix) {
+    std::uint32_t out;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(matrix));
+    return out;
+}
+
+// 2^x; below the normal numbers 0.
+[[nodiscard]] __device__ __forceinline__ float powerOfTwo(float x) {
+    float out;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+}
+
+// What differs between 16-bit formats in attend.
+template <NumberFormat format>
+struct Products;
+
+template <>
+struct Products<NumberFormat::bf16> {
+    // Softmax weights are multiplied by this before they are rounded.
+    static constexpr float weight_scale = 1.0F;
+
+    // Two numbers rounded to nearest even, `low` in the lower half.
+    [[nodiscard]] static __device__ __forceinline__ std::uint32_t pack(float low, float high) {
+        std::uint32_t out;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+        return out;
+    }
+    [[nodiscard]] static __device__ __forceinline__ float2 unpack(std::uint32_t bits) {
+        return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xFFFF0000U));
+    }
+    // sums += a (16 x 16) * b (16 x 8), in fp32.
+    static __device__ __forceinline__ void multiply(float (&sums)[4], const std::uint32_t (&a)[4],
+                                                    std::uint32_t b0, std::uint32_t b1) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
+            "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+};
+
+template <>
+struct Products<NumberFormat::fp16> {
+    // fp16 has few exponents: weights down to 2^-24 of the largest stay normal.
+    static constexpr float weight_scale = 1024.0F;
+
+    [[nodiscard]] static __device__ __forceinline__ std::uint32_t pack(float low, float high) {
+        std::uint32_t out;
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+        return out;
+    }
+    [[nodiscard]] static __device__ __forceinline__ float2 unpack(std::uint32_t bits) {
+        const __half2_raw raw{static_cast<unsigned short>(bits & 0xFFFFU),
+                              static_cast<unsigned short>(bits >> 16)};
+        return __half22float2(__half2(raw));
+    }
+    static __device__ __forceinline__ void multiply(float (&sums)[4], const std::uint32_t (&a)[4],
+                                                    std::uint32_t b0, std::uint32_t b1) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
+            "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+};
+
+}  // namespace kvgrid::cuda
