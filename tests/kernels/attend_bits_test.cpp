@@ -1,5 +1,5 @@
-// What must not change a single bit of attend, and the fold order written out from design.md's
-// words.
+// What must not change a single bit of attend, and the fold order written out from the words of
+// attention_state.h.
 #include "kernels/attention_state.h"
 #include "tests/kernels/paged_world.h"
 

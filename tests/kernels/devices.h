@@ -120,7 +120,7 @@ protected:
     std::unique_ptr<Device> device_ = Traits::make();
 };
 
-// How far attend may be from the oracle, ||x - reference|| / ||reference||: what design.md allows
+// How far attend may be from the oracle, ||x - reference|| / ||reference||: the bounds
 // for fp32 output on the CPU, and on CUDA, where products have 16-bit operands, for output in the
 // format of K and V.
 [[nodiscard]] inline double errorBound(const Device& device, NumberFormat format) {

@@ -177,15 +177,16 @@ TYPED_TEST(OffsetsTest, BlockSizeOne) {
 // sglang#20389: token times query stride. The last of so many rows that q and out pass 2^32
 // elements.
 template <typename Traits>
-class LongQueryTest : public ::testing::Test {
+class LongQueryTest : public OnDevice<Traits> {
 protected:
+    using OnDevice<Traits>::device_;
     static constexpr std::int64_t query_heads = 128;
     static constexpr std::int64_t width = query_heads * head_dim;
     static constexpr std::int64_t rows = (std::int64_t{1} << 32) / width + 3;
     static constexpr std::int64_t row = rows - 1;
     static constexpr std::int64_t position = 19;
 
-    LongQueryTest() : device_(Traits::make(1)) {
+    LongQueryTest() {
         // What the oracle and the pool hold is rounded to bf16, as the inputs of append are.
         model_.number = [exact = Model{}](Kind kind, int id, std::int64_t at, int head, int i) {
             return fromBits(NumberFormat::bf16, exact.stored(kind, id, at, head, i));
@@ -193,7 +194,7 @@ protected:
     }
 
     // bf16 of the row's heads, at its place in an input tensor of `rows` rows.
-    std::unique_ptr<SparseMemory> input(Kind kind, int heads) {
+    auto input(Kind kind, int heads) {
         auto memory = Traits::makeSparse(*device_, rows * heads * head_dim * 2);
         if (memory->data() == nullptr) return memory;
         std::vector<std::uint16_t> bits;
@@ -204,7 +205,7 @@ protected:
         return memory;
     }
 
-    std::vector<float> download(const SparseMemory& memory, std::int64_t row_numbers) {
+    std::vector<float> download(const auto& memory, std::int64_t row_numbers) {
         std::vector<float> numbers(static_cast<std::size_t>(row_numbers));
         device_->copy(numbers.data(), memory.data() + row * row_numbers * 4, numbers.size() * 4,
                       device_->defaultStream());
@@ -262,19 +263,19 @@ protected:
         expectOracle(world, {download(*out, width), download(*lse, query_heads)}, 0, 0, position);
     }
 
-    std::unique_ptr<Device> device_;
     Model model_{.query_heads = query_heads, .kv_heads = 1, .head_dim = head_dim};
 };
 TYPED_TEST_SUITE(LongQueryTest, Devices, DeviceNames);
 
 // One thread writes the states where they belong.
 TYPED_TEST(LongQueryTest, OneThread) {
+    this->device_ = TypeParam::makeParallel(1);
     this->appendAndAttend();
 }
 
 // Several threads fold them from the workspace.
 TYPED_TEST(LongQueryTest, SeveralThreads) {
-    this->device_ = TypeParam::make(4);
+    this->device_ = TypeParam::makeParallel(4);
     this->appendAndAttend();
 }
 
