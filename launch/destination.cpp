@@ -132,8 +132,9 @@ int verdict(std::FILE* out, int code, std::string_view reason) {
     std::string line = code == 0 ? "OK" : fmt::format("FAILED: {}", reason);
     std::replace(line.begin(), line.end(), '\n', ' ');
     std::fprintf(out, "%s\n", line.c_str());
-    std::fflush(out);
-    return code;
+    if (std::fflush(out) == 0 && std::ferror(out) == 0) return code;
+    std::fprintf(stderr, "kvgrid: the output could not be written\n");
+    return code != 0 ? code : exitCode(ErrorCode::invalid_argument);
 }
 
 int launcherRank() {

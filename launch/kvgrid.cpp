@@ -11,6 +11,7 @@
 #include "launch/commands.h"
 #include "launch/destination.h"
 #include "launch/options.h"
+#include "launch/ranks.h"
 
 namespace {
 
@@ -68,8 +69,8 @@ int runCommand(const Command& command, int argc, char** argv) {
 
 int main(int argc, char** argv) {
     const std::string_view first = argc > 1 ? argv[1] : "";
-    if (first == "--help") return std::fputs(help().c_str(), stdout) < 0 ? 1 : 0;
-    if (first == "--version") return std::fputs(launch::versionText().c_str(), stdout) < 0 ? 1 : 0;
+    if (first == "--help") return launch::answer(help());
+    if (first == "--version") return launch::answer(launch::versionText());
     for (const Command& command : commands) {
         if (first == command.name) return runCommand(command, argc - 1, argv + 1);
     }

@@ -12,10 +12,10 @@ namespace {
 
 int conclude(Process& process, int argc, char** argv, bool text_on_stderr,
              const Result<Outcome>& result) {
-    const int code = result ? result->code : exitCode(result.error().code);
+    int code = result ? result->code : exitCode(result.error().code);
     if (process.rank() == 0) {
         if (result) {
-            verdict(text_on_stderr ? stderr : stdout, code, result->reason);
+            code = verdict(text_on_stderr ? stderr : stdout, code, result->reason);
         } else {
             refuse(argc, argv, result.error());
         }
@@ -25,6 +25,21 @@ int conclude(Process& process, int argc, char** argv, bool text_on_stderr,
     return code;
 }
 
+// Ranks that were told different things would compute different things, and agree on none.
+Result<void> sameArguments(Process& process, int argc, char** argv) {
+    std::string mine;
+    for (int i = 0; i < argc; ++i)
+        mine.append(argv[i]).push_back('\0');
+    const std::vector<std::string> all = process.allGather(mine);
+    for (std::size_t rank = 1; rank < all.size(); ++rank) {
+        if (all[rank] == all[0]) continue;
+        return failure(
+            ErrorCode::invalid_argument,
+            "rank " + std::to_string(rank) + " was started with other arguments than rank 0");
+    }
+    return {};
+}
+
 }  // namespace
 
 int runOnRanks(int argc, char** argv, const ProcessOptions& options, bool text_on_stderr,
@@ -32,7 +47,9 @@ int runOnRanks(int argc, char** argv, const ProcessOptions& options, bool text_o
     auto process = Process::start(options);
     if (!process) return refuse(argc, argv, process.error());
     try {
-        return conclude(*process, argc, argv, text_on_stderr, body(*process));
+        const Result<void> alike = sameArguments(*process, argc, argv);
+        return conclude(*process, argc, argv, text_on_stderr,
+                        alike ? body(*process) : Result<Outcome>(tl::unexpected(alike.error())));
     } catch (const Error& error) {
         process->abort(exitCode(error.code()), error.what());
     } catch (const std::bad_alloc&) {

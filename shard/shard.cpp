@@ -1,10 +1,30 @@
 #include "shard/shard.h"
 
 #include <algorithm>
+#include <limits>
 #include <string>
 #include <utility>
 
 namespace kvgrid {
+
+Result<std::int64_t> Shard::memoryBytes(const Device& device, const ShardConfig& config) {
+    const Result<std::int64_t> block = blockBytes(config.block);
+    if (!block) return block;
+    const PlanLimits& limits = config.limits;
+    using Wide = __int128;
+    const Wide pools = Wide{*block} * (Wide{limits.device_blocks} + limits.host_blocks);
+    const Wide heads = Wide{limits.max_step_tokens} * config.query_heads;
+    const Wide states = heads * (2 * Wide{config.block.head_dim} + 1) * 4;  // q, out, lse
+    const Wide tables = Wide{limits.max_sequences} * limits.blocks_per_sequence * 4;
+    const Wide angles = Wide{limits.max_step_tokens} * config.rotary.dim * 4;
+    const Wide total = pools + states + tables + angles +
+                       static_cast<Wide>(device.operations().attendWorkspaceBytes(
+                           limits.max_step_tokens, config.query_heads, config.block.head_dim));
+    if (total > std::numeric_limits<std::int64_t>::max()) {
+        return failure(ErrorCode::does_not_fit, "the bytes of the cache exceed 64 bits");
+    }
+    return static_cast<std::int64_t>(total);
+}
 
 Result<Shard> Shard::create(Device& device, const ShardConfig& config) {
     const PlanLimits& limits = config.limits;

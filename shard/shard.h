@@ -35,6 +35,10 @@ struct ShardConfig {
 
 class Shard {
 public:
+    // Bytes that create takes, of the device and of its host memory together. does_not_fit: beyond
+    // 64 bits.
+    [[nodiscard]] static Result<std::int64_t> memoryBytes(const Device& device,
+                                                          const ShardConfig& config);
     // does_not_fit: pools, tables or workspace. The device must outlive it.
     [[nodiscard]] static Result<Shard> create(Device& device, const ShardConfig& config);
 

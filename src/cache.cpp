@@ -72,26 +72,6 @@ ShardConfig shardConfigOf(const CacheConfig& config, int rank) {
     return shard;
 }
 
-// What decoding needs beyond what every configuration must be.
-Result<void> checkDecodable(const CacheConfig& config) {
-    if (config.geometry.groups.size() != 1) {
-        return failure(ErrorCode::invalid_argument,
-                       "geometry.groups: this version decodes one layer group, not " +
-                           std::to_string(config.geometry.groups.size()));
-    }
-    const LayerGroup& group = config.geometry.groups.front();
-    if (static_cast<int>(group.layers.size()) != config.geometry.layers) {
-        return failure(ErrorCode::invalid_argument,
-                       "geometry.groups: every layer must be in the group");
-    }
-    if (group.window != 0 && group.window < config.max_sequence_length) {
-        return failure(ErrorCode::invalid_argument,
-                       "geometry.groups: this version decodes no sliding window (" +
-                           std::to_string(group.window) + ")");
-    }
-    return {};
-}
-
 // Everything that must be alike on all ranks; the pools' sizes may differ.
 std::int64_t configDigest(const CacheConfig& config) {
     std::string bytes;
@@ -129,11 +109,25 @@ std::int64_t configDigest(const CacheConfig& config) {
     return static_cast<std::int64_t>(XXH3_64bits(bytes.data(), bytes.size()));
 }
 
+// Whether the memory is there, before any rank takes some: ranks of one host would each see the
+// same free bytes. Of the CPU device, whose two tiers come out of one memory.
+Result<void> checkMemory(const comm::ProcessState& ranks, const ShardConfig& config) {
+    const Device& device = *ranks.device;
+    const Result<std::int64_t> need = Shard::memoryBytes(device, config);
+    if (!need) return tl::unexpected<Failure>(need.error());
+    if (device.kind() != DeviceKind::cpu) return {};
+    const std::int64_t share = device.freeMemory() / ranks.node_size;
+    if (*need <= share) return {};
+    return failure(
+        ErrorCode::does_not_fit,
+        "the cache needs " + std::to_string(*need) + " bytes a rank, " + std::to_string(share) +
+            " are free for each of the " + std::to_string(ranks.node_size) +
+            " ranks of this host: " + std::to_string(*need - share) + " bytes are missing");
+}
+
 // The configuration with everything chosen that was left open. Local.
 Result<CacheConfig> completed(CacheConfig config, int ranks) {
     if (Result<void> valid = validate(config); !valid)
-        return tl::unexpected<Failure>(valid.error());
-    if (Result<void> valid = checkDecodable(config); !valid)
         return tl::unexpected<Failure>(valid.error());
     Result<Grid> grid = chooseGrid(config.geometry, ranks, config.grid);
     if (!grid) return tl::unexpected<Failure>(grid.error());
@@ -186,7 +180,7 @@ struct Cache::State {
         return {};
     }
 
-    [[nodiscard]] Result<void> advance(std::span<const std::int64_t> accepted) {
+    [[nodiscard]] Result<void> checkAccepted(std::span<const std::int64_t> accepted) const {
         if (accepted.size() != shard.runs().size()) {
             return failure(ErrorCode::invalid_argument,
                            "accepted: " + std::to_string(accepted.size()) + " counts for " +
@@ -200,7 +194,11 @@ struct Cache::State {
                                    std::to_string(shard.runs()[i].rows) + "]");
             }
         }
-        if (Result<void> appended = shard.checkAppended(accepted); !appended) return appended;
+        return shard.checkAppended(accepted);
+    }
+
+    [[nodiscard]] Result<void> advance(std::span<const std::int64_t> accepted) {
+        if (Result<void> checked = checkAccepted(accepted); !checked) return checked;
         if (coordinator) {
             if (Result<void> advanced = coordinator->advance(accepted); !advanced) return advanced;
         }
@@ -231,9 +229,10 @@ Result<Cache> Cache::create(Process& process, const CacheConfig& given) {
     config->host_blocks = control.minimum(config->host_blocks);
 
     const ShardConfig shard_config = shardConfigOf(*config, ranks.rank);
-    const Result<std::int64_t> block_bytes = blockBytes(shard_config.block);
-    Result<Shard> shard = block_bytes ? Shard::create(*ranks.device, shard_config)
-                                      : Result<Shard>(tl::unexpected<Failure>(block_bytes.error()));
+    if (Result<void> agreed = control.agree(checkMemory(ranks, shard_config)); !agreed)
+        return tl::unexpected<Failure>(agreed.error());
+    const std::int64_t block_bytes = blockBytes(shard_config.block).value();
+    Result<Shard> shard = Shard::create(*ranks.device, shard_config);
     const Result<void> made = shard ? Result<void>() : tl::unexpected<Failure>(shard.error());
     if (Result<void> agreed = control.agree(made); !agreed)
         return tl::unexpected<Failure>(agreed.error());
@@ -251,7 +250,7 @@ Result<Cache> Cache::create(Process& process, const CacheConfig& given) {
                                                .ranks = &ranks,
                                                .config = *config,
                                                .limits = shard_config.limits,
-                                               .block_bytes = *block_bytes,
+                                               .block_bytes = block_bytes,
                                                .shard = std::move(*shard),
                                                .join = std::move(*join),
                                                .coordinator = std::nullopt,
@@ -342,6 +341,9 @@ Result<void> Cache::advance(const Step& step, std::span<const std::int64_t> acce
     State& state = *state_;
     if (Result<void> checked = state.checkStep(step); !checked) return checked;
     if (state.coordinator) return state.advance(accepted);
+    // Rank 0's counts decide, but a misuse that all ranks share must leave all of them as they
+    // were.
+    if (Result<void> checked = state.checkAccepted(accepted); !checked) return checked;
     state.open = false;
     return {};
 }

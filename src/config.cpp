@@ -64,15 +64,18 @@ Result<void> checkHeads(const Geometry& geometry, int heads, const std::string& 
                    " KV heads; " + divisorsOf(common) + " would do");
 }
 
-Result<void> checkDecodable(const Geometry& geometry) {
+Result<void> checkDecodable(const Geometry& geometry, std::int64_t longest) {
     if (geometry.groups.size() != 1) {
         return invalid("geometry: " + text(static_cast<std::int64_t>(geometry.groups.size())) +
                        " layer groups; this version decodes one");
     }
     const LayerGroup& group = geometry.groups.front();
-    if (group.window != 0) {
-        return invalid("window " + text(group.window) +
-                       ": this version decodes without sliding windows only");
+    if (static_cast<int>(group.layers.size()) != geometry.layers) {
+        return invalid("geometry: every layer must be in the layer group");
+    }
+    if (group.window != 0 && group.window < longest) {
+        return invalid("window " + text(group.window) + ": shorter than the max sequence length " +
+                       text(longest) + "; this version decodes without sliding windows only");
     }
     if (std::find(head_dims.begin(), head_dims.end(), group.head_dim) == head_dims.end()) {
         return invalid("head dim " + text(group.head_dim) + ": 64, 80, 96, 128 or 256");
@@ -258,7 +261,7 @@ Result<Grid> chooseGrid(const Geometry& geometry, int ranks, Grid requested) {
 
 Result<void> validate(const CacheConfig& config) {
     auto checked = checkGeometry(config.geometry);
-    if (checked) checked = checkDecodable(config.geometry);
+    if (checked) checked = checkDecodable(config.geometry, config.max_sequence_length);
     if (!checked) return checked;
     if (config.grid != Grid{}) {
         const auto grid = chooseGrid(config.geometry, config.grid.heads, config.grid);

@@ -46,17 +46,12 @@ public:
 private:
     static constexpr std::int64_t no_stripe = -1;
     // Enough for the memory's latency at its full rate, and a small part of the first-level cache.
-#ifndef BA
-#define BA 8192
-#endif
-    static constexpr int bytes_ahead = BA;
+    static constexpr int bytes_ahead = 8192;
 
     float* slotOut(int slot) const {
         return scratch_.out + static_cast<std::ptrdiff_t>(slot) * query_rows_ * params_.head_dim;
     }
-    float* slotLse(int slot) const {
-        return scratch_.lse + slot * max_unit_rows;
-    }
+    float* slotLse(int slot) const { return scratch_.lse + slot * max_unit_rows; }
 
     void stageQueries() {
         for (int r = 0; r < unit_.rows; ++r) {

@@ -138,7 +138,10 @@ TEST(Validate, LayerGroups) {
     EXPECT_EQ(errorAfter([](CacheConfig& c) { c.geometry.groups.clear(); }),
               "geometry: no layer has KV");
     EXPECT_EQ(errorAfter([](CacheConfig& c) { c.geometry.groups.front().window = 128; }),
-              "window 128: this version decodes without sliding windows only");
+              "window 128: shorter than the max sequence length 4096; this version decodes without "
+              "sliding windows only");
+    EXPECT_EQ(errorAfter([](CacheConfig& c) { c.geometry.groups.front().window = 4096; }),
+              "(no error)");
     EXPECT_EQ(errorAfter([](CacheConfig& c) { c.geometry.groups.front().window = -1; }),
               "window -1: at least 0");
     EXPECT_EQ(errorAfter([](CacheConfig& c) {
@@ -162,9 +165,9 @@ TEST(Validate, LayerGroups) {
                   c.geometry.groups[1].layers = {2, 3};
               }),
               "geometry: 2 layer groups; this version decodes one");
-    // Layers without KV are in no group.
+    // Layers without KV are in no group: counted, not decoded yet.
     EXPECT_EQ(errorAfter([](CacheConfig& c) { c.geometry.groups.front().layers = {3}; }),
-              "(no error)");
+              "geometry: every layer must be in the layer group");
 }
 
 TEST(Validate, Grid) {
