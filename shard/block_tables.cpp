@@ -103,7 +103,8 @@ void BlockTables::uploadEntries(std::span<const TableRecord> changes, StreamView
         const std::size_t first = static_cast<std::size_t>(range.slot) *
                                       static_cast<std::size_t>(limits_.blocks_per_sequence) +
                                   static_cast<std::size_t>(range.first);
-        const auto count = static_cast<std::size_t>(range.last - range.first + 1);
+        const auto count =
+            static_cast<std::size_t>(range.last) - static_cast<std::size_t>(range.first) + 1;
         staging_.upload(entries_.as<std::int32_t>() + first, mirror_.data() + first,
                         count * sizeof(std::int32_t), stream);
         slot_dirty_[static_cast<std::size_t>(range.slot)] = -1;
