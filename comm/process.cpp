@@ -170,7 +170,8 @@ Result<std::unique_ptr<comm::ProcessState>> makeState(int* argc, char*** argv,
     state->exceptions_at_start = std::uncaught_exceptions();
     // Before MPI, as a rank may be lost before it gets there.
     const int expected_rank = rankFromEnvironment();
-    state->watchdog = std::make_unique<comm::Watchdog>(expected_rank, options.timeout);
+    state->watchdog =
+        std::make_unique<comm::Watchdog>(expected_rank, options.timeout, options.last_words);
     {
         const comm::Watch watch(*state->watchdog, "start of MPI");
         if (auto started = startMpi(*state, argc, argv); !started) {
@@ -179,7 +180,8 @@ Result<std::unique_ptr<comm::ProcessState>> makeState(int* argc, char*** argv,
         }
     }
     if (state->rank != expected_rank) {
-        state->watchdog = std::make_unique<comm::Watchdog>(state->rank, options.timeout);
+        state->watchdog =
+            std::make_unique<comm::Watchdog>(state->rank, options.timeout, options.last_words);
     }
     comm::faultPoint("start", state->rank);
     findNode(*state);
@@ -277,6 +279,12 @@ void Process::abort(int exit_code, std::string_view why) noexcept {
     std::fprintf(stderr, "kvgrid: rank %d: %.*s\n", state_->rank, static_cast<int>(why.size()),
                  why.data());
     std::fflush(stderr);
+    if (state_->options.last_words != nullptr) {
+        std::array<char, 512> text{};
+        std::snprintf(text.data(), text.size(), "rank %d: %.*s", state_->rank,
+                      static_cast<int>(why.size()), why.data());
+        state_->options.last_words(text.data());
+    }
     const comm::Watch watch(*state_->watchdog, "abort");
     int finalized = 0;
     MPI_Finalized(&finalized);

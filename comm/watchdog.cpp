@@ -10,6 +10,7 @@
 #include <condition_variable>
 #include <cstdio>
 #include <mutex>
+#include <string_view>
 #include <thread>
 
 namespace kvgrid::comm {
@@ -39,6 +40,7 @@ void writeToStderr(const char* text, std::size_t bytes) {
 struct Watchdog::State {
     int rank = 0;
     std::chrono::milliseconds timeout{0};
+    void (*last_words)(const char* why) noexcept = nullptr;
 
     std::atomic<std::uint64_t> sequence{0};
     std::atomic<const char*> operation{nullptr};
@@ -89,8 +91,12 @@ struct Watchdog::State {
         const int length = std::snprintf(
             line.data(), line.size(), "kvgrid: rank %d: %s%s did not end within %" PRId64 " %s\n",
             rank, place.data(), what, amount, whole_seconds ? "s" : "ms");
-        writeToStderr(line.data(),
-                      std::min(static_cast<std::size_t>(std::max(length, 0)), line.size() - 1));
+        const std::size_t end =
+            std::min(static_cast<std::size_t>(std::max(length, 0)), line.size() - 1);
+        writeToStderr(line.data(), end);
+        if (last_words == nullptr || end == 0) return;
+        line[end - 1] = '\0';
+        last_words(line.data() + std::string_view("kvgrid: ").size());
     }
 
     void run() {
@@ -101,9 +107,11 @@ struct Watchdog::State {
     }
 };
 
-Watchdog::Watchdog(int rank, std::chrono::milliseconds timeout)
+Watchdog::Watchdog(int rank, std::chrono::milliseconds timeout,
+                   void (*last_words)(const char* why) noexcept)
     : state_(std::make_unique<State>()) {
     state_->rank = rank;
+    state_->last_words = last_words;
     state_->timeout = std::min(timeout, longest_timeout);
     state_->thread = std::thread([state = state_.get()] { state->run(); });
 }

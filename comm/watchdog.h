@@ -13,7 +13,9 @@ namespace kvgrid::comm {
 
 class Watchdog {
 public:
-    Watchdog(int rank, std::chrono::milliseconds timeout);
+    // last_words: as in ProcessOptions.
+    Watchdog(int rank, std::chrono::milliseconds timeout,
+             void (*last_words)(const char* why) noexcept = nullptr);
     ~Watchdog();
     Watchdog(const Watchdog&) = delete;
     Watchdog& operator=(const Watchdog&) = delete;

@@ -264,10 +264,10 @@ Result<Outcome> BenchRun::run() {
     describeRun(report_, process_, options_, setup_);
     if (!options_.lengths_from.empty())
         report_.fact("lengths_from", options_.lengths_from, "lengths from");
-    if (auto measured = measureCeilingFirst(); !measured) return tl::unexpected(measured.error());
-    warn();
     auto decode = DecodeRun::create(process_, config, options_.seed);
     if (!decode) return tl::unexpected(decode.error());
+    if (auto measured = measureCeilingFirst(); !measured) return tl::unexpected(measured.error());
+    warn();
 
     print(report_.preamble() + report_.headings());
     for (const Batch& batch : setup_.batches) {

@@ -5,8 +5,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <csignal>
 #include <cstdlib>
 #include <cstring>
 #include <optional>
@@ -19,6 +22,27 @@ namespace {
 
 tl::unexpected<Failure> invalid(std::string message) {
     return failure(ErrorCode::invalid_argument, std::move(message));
+}
+
+std::atomic<bool> verdict_given{false};
+std::atomic<int> verdict_descriptor{STDOUT_FILENO};
+
+// May be called on any thread and from a signal handler.
+void failedVerdict(const char* why) noexcept {
+    if (verdict_given.exchange(true)) return;
+    std::array<char, 640> line{"FAILED: "};  // one write, so that nothing comes between
+    const std::size_t begun = std::strlen(line.data());
+    const std::size_t told = std::min(std::strlen(why), line.size() - begun - 1);
+    std::memcpy(line.data() + begun, why, told);
+    line[begun + told] = '\n';
+    [[maybe_unused]] const auto written =
+        ::write(verdict_descriptor.load(), line.data(), begun + told + 1);
+}
+
+void onTermination(int signal) {
+    failedVerdict("the launcher ended the job: another rank was lost, or it was told to");
+    std::signal(signal, SIG_DFL);
+    std::raise(signal);
 }
 
 // A file that this program made and nobody had before. Removed again unless kept.
@@ -128,7 +152,15 @@ Result<void> Destination::write(const Report& report) const {
                           : writeFile(json_, "--json", report.json());
 }
 
+LastWords armVerdict(bool text_on_stderr) {
+    if (launcherRank() != 0) return nullptr;
+    verdict_descriptor = text_on_stderr ? STDERR_FILENO : STDOUT_FILENO;
+    std::signal(SIGTERM, onTermination);
+    return failedVerdict;
+}
+
 int verdict(std::FILE* out, int code, std::string_view reason) {
+    verdict_given = true;
     std::string line = code == 0 ? "OK" : fmt::format("FAILED: {}", reason);
     std::replace(line.begin(), line.end(), '\n', ' ');
     std::fprintf(out, "%s\n", line.c_str());

@@ -37,6 +37,13 @@ private:
 // The last line: "OK" for code 0, else "FAILED: reason". Returns `code`.
 int verdict(std::FILE* out, int code, std::string_view reason = "");
 
+// Has the first rank print "FAILED: reason" (to stderr when `text_on_stderr`) even where the job
+// ends without a verdict: at the deadline, at abort, and when the launcher ends it with SIGTERM
+// because another rank was lost. What to put into ProcessOptions::last_words comes back; null on
+// other ranks. Once in a process.
+using LastWords = void (*)(const char* why) noexcept;
+[[nodiscard]] LastWords armVerdict(bool text_on_stderr);
+
 // What the MPI launcher says this process's rank is, before MPI is initialised; 0 without a
 // launcher.
 [[nodiscard]] int launcherRank();

@@ -30,14 +30,13 @@ double roundedTo(double value, const BinaryFormat& format) {
 
 // Radians that elements i and i + dim / 2 turn per position.
 double inverseFrequency(int i, const Rotary& rotary) {
-    const double plain = 1.0 / std::pow(rotary.theta, 2.0 * i / rotary.dim);
+    const double plain = std::pow(rotary.theta, -2.0 * i / rotary.dim);
     if (!rotary.llama3 && rotary.factor == 1.0) return plain;
-    const double wavelength = 2.0 * std::numbers::pi / plain;
-    if (wavelength < rotary.original_max_position / rotary.high_freq_factor) return plain;
-    if (wavelength > rotary.original_max_position / rotary.low_freq_factor)
-        return plain / rotary.factor;
-    const double smooth = (rotary.original_max_position / wavelength - rotary.low_freq_factor) /
-                          (rotary.high_freq_factor - rotary.low_freq_factor);
+    const double turns = rotary.original_max_position * plain / (2.0 * std::numbers::pi);
+    if (turns > rotary.high_freq_factor) return plain;
+    if (turns < rotary.low_freq_factor) return plain / rotary.factor;
+    const double smooth =
+        (turns - rotary.low_freq_factor) / (rotary.high_freq_factor - rotary.low_freq_factor);
     return (1.0 - smooth) * plain / rotary.factor + smooth * plain;
 }
 

@@ -25,8 +25,9 @@ struct Rotary {
 };
 
 // Rotates one head in place. Stored values are defined by fp32 arithmetic (cos and sin are the fp64
-// values rounded to fp32; one multiplication each, then one addition, no fused operations), because
-// the rounding of a stored K to 16 bits depends on it.
+// values of position x theta^(-2i / dim), each operation rounded to fp64, then rounded to fp32; one
+// multiplication each, then one addition, no fused operations), because the rounding of a stored K
+// to 16 bits depends on it.
 void rotate(std::span<float> head, std::int64_t position, const Rotary& rotary);
 
 struct State {

@@ -13,6 +13,7 @@
 #include "launch/destination.h"
 #include "launch/model_config.h"
 #include "launch/options.h"
+#include "launch/ranks.h"
 #include "launch/report.h"
 
 namespace kvgrid::launch {
@@ -165,7 +166,9 @@ int runPlan(int argc, char** argv) {
     PlanOptions options;
     const auto parsed = planCommandLine(options).parse(argc, argv);
     if (!parsed) return refuse(argc, argv, parsed.error());
-    if (parsed->answer) return std::fputs(parsed->answer->c_str(), stdout) < 0 ? 1 : 0;
+    if (parsed->answer) return answer(*parsed->answer);
+    // Under a launcher the first rank says it all, and its exit code is the job's.
+    if (launcherRank() != 0) return 0;
     const auto destination = Destination::check(options.json, "");
     if (!destination) return refuse(argc, argv, destination.error());
     const auto model = loadModelConfig(options.model);

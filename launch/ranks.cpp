@@ -44,7 +44,9 @@ Result<void> sameArguments(Process& process, int argc, char** argv) {
 
 int runOnRanks(int argc, char** argv, const ProcessOptions& options, bool text_on_stderr,
                const std::function<Result<Outcome>(Process&)>& body) {
-    auto process = Process::start(options);
+    ProcessOptions with_verdict = options;
+    with_verdict.last_words = armVerdict(text_on_stderr);
+    auto process = Process::start(with_verdict);
     if (!process) return refuse(argc, argv, process.error());
     try {
         const Result<void> alike = sameArguments(*process, argc, argv);

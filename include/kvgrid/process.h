@@ -23,6 +23,10 @@ struct ProcessOptions {
     std::chrono::milliseconds timeout{60'000};
     // CPU threads of this rank; 0: its affinity mask / ranks of the node that share it.
     int threads = 0;
+    // Called with the reason when kvgrid is about to end this process ahead of time (the deadline
+    // passed, abort): on any thread, so only what a signal handler may do is allowed. May differ
+    // between ranks.
+    void (*last_words)(const char* why) noexcept = nullptr;
 };
 
 // For the preamble of a report.

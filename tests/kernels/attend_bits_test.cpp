@@ -62,24 +62,40 @@ TYPED_TEST(AttendBitsTest, Threads) {
 }
 
 TYPED_TEST(AttendBitsTest, BatchCompositionAndOrder) {
-    const PagedWorld world(*this->device_, this->model_, {},
-                           {{.id = 0, .length = 700},
-                            {.id = 1, .length = 1},
-                            {.id = 2, .length = 260},
-                            {.id = 3, .length = 4000}});
-    const States together =
-        attend(world, {{.slot = 3, .rows = 1, .first_row = 20, .first_position = 3999},
-                       {.slot = 0, .rows = 9, .first_row = 1, .first_position = 650},
-                       {.slot = 1, .rows = 1, .first_row = 0, .first_position = 0},
-                       {.slot = 2, .rows = 10, .first_row = 10, .first_position = 250}});
-    const auto alone = [&](std::int32_t slot, std::int32_t rows, std::int64_t position) {
-        return attend(world,
-                      {{.slot = slot, .rows = rows, .first_row = 0, .first_position = position}});
-    };
-    EXPECT_TRUE(sameBits(rowsOf(together, this->model_, 20, 1), alone(3, 1, 3999)));
-    EXPECT_TRUE(sameBits(rowsOf(together, this->model_, 1, 9), alone(0, 9, 650)));
-    EXPECT_TRUE(sameBits(rowsOf(together, this->model_, 0, 1), alone(1, 1, 0)));
-    EXPECT_TRUE(sameBits(rowsOf(together, this->model_, 10, 10), alone(2, 10, 250)));
+    for (const int threads : {1, 4}) {
+        const auto device = TestFixture::Make::makeParallel(threads);
+        const PagedWorld world(*device, this->model_, {},
+                               {{.id = 0, .length = 700},
+                                {.id = 1, .length = 1},
+                                {.id = 2, .length = 260},
+                                {.id = 3, .length = 4000}});
+        const States together =
+            attend(world, {{.slot = 3, .rows = 1, .first_row = 20, .first_position = 3999},
+                           {.slot = 0, .rows = 9, .first_row = 1, .first_position = 650},
+                           {.slot = 1, .rows = 1, .first_row = 0, .first_position = 0},
+                           {.slot = 2, .rows = 10, .first_row = 10, .first_position = 250}});
+        const auto alone = [&](std::int32_t slot, std::int32_t rows, std::int64_t position) {
+            return attend(
+                world, {{.slot = slot, .rows = rows, .first_row = 0, .first_position = position}});
+        };
+        EXPECT_TRUE(sameBits(rowsOf(together, this->model_, 20, 1), alone(3, 1, 3999)));
+        EXPECT_TRUE(sameBits(rowsOf(together, this->model_, 1, 9), alone(0, 9, 650)));
+        EXPECT_TRUE(sameBits(rowsOf(together, this->model_, 0, 1), alone(1, 1, 0)));
+        EXPECT_TRUE(sameBits(rowsOf(together, this->model_, 10, 10), alone(2, 10, 250)));
+    }
+}
+
+// Many threads would cut the states into more parts than the workspace, which is bounded, can hold.
+TYPED_TEST(AttendBitsTest, MoreThreadsThanTheWorkspaceHasParts) {
+    const Model model{.query_heads = 128, .kv_heads = 1, .head_dim = 256};
+    const std::vector<Sequence> sequences{{.id = 0, .length = 600}};
+    const Runs runs{{.slot = 0, .rows = 8, .first_row = 0, .first_position = 590}};
+    std::vector<States> results;
+    for (const int threads : {1, 64}) {
+        const auto device = TestFixture::Make::makeParallel(threads);
+        results.push_back(attend(PagedWorld(*device, model, {}, sequences), runs));
+    }
+    EXPECT_TRUE(sameBits(results[0], results[1]));
 }
 
 // A row's bits do not depend on the rows beside it: one call with many tokens equals one call a

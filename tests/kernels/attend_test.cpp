@@ -231,15 +231,19 @@ TYPED_TEST(AttendTest, ContextRanksSeeTheirLanesOnly) {
 
 TYPED_TEST(AttendTest, RowsOfNoRunAreLeftAlone) {
     const Model model{.query_heads = 2, .kv_heads = 1, .head_dim = 64};
-    const PagedWorld world(*this->device_, model, {}, {{.id = 0, .length = 9}});
-    const States states =
-        attend(world, {{.slot = 0, .rows = 2, .first_row = 3, .first_position = 7}}, {.rows = 7});
-    expectOracle(world, states, 3, 0, 7);
-    expectOracle(world, states, 4, 0, 8);
-    for (const std::int64_t row : {0, 1, 2, 5, 6})
-        for (const float number : rowsOf(states, model, row, 1).out)
-            EXPECT_TRUE(std::isnan(number));
-    EXPECT_NO_THROW((void)attend(world, {}, {.rows = 1}));
+    // With one thread states go where they belong at once, with several through the workspace.
+    for (const int threads : {1, 4}) {
+        const auto device = TestFixture::Make::makeParallel(threads);
+        const PagedWorld world(*device, model, {}, {{.id = 0, .length = 9}});
+        const States states = attend(
+            world, {{.slot = 0, .rows = 2, .first_row = 3, .first_position = 7}}, {.rows = 7});
+        expectOracle(world, states, 3, 0, 7);
+        expectOracle(world, states, 4, 0, 8);
+        for (const std::int64_t row : {0, 1, 2, 5, 6})
+            for (const float number : rowsOf(states, model, row, 1).out)
+                EXPECT_TRUE(std::isnan(number));
+        EXPECT_NO_THROW((void)attend(world, {}, {.rows = 1}));
+    }
 }
 
 }  // namespace
