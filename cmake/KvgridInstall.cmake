@@ -21,6 +21,7 @@ write_basic_package_version_file(${PROJECT_BINARY_DIR}/generated/kvgridConfigVer
 install(FILES
     ${PROJECT_BINARY_DIR}/generated/kvgridConfig.cmake
     ${PROJECT_BINARY_DIR}/generated/kvgridConfigVersion.cmake
+    cmake/FindNCCL.cmake
     cmake/FindNuma.cmake
     cmake/FindxxHash.cmake
     DESTINATION ${package_dir})

@@ -62,6 +62,7 @@ public:
     [[nodiscard]] std::string description() const override {
         return fmt::format("MPI ({})", mpiLibrary());
     }
+    [[nodiscard]] bool isCapturable() const noexcept override { return false; }
     [[nodiscard]] int rank() const noexcept override { return rank_; }
     [[nodiscard]] int size() const noexcept override { return size_; }
 

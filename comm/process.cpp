@@ -17,6 +17,7 @@
 #include <xxhash.h>
 
 #include "comm/affinity.h"
+#include "comm/device_binding.h"
 #include "comm/fault_injection.h"
 #include "comm/mpi_support.h"
 
@@ -34,12 +35,15 @@ Result<void> validate(const ProcessOptions& options) {
         return failure(ErrorCode::invalid_argument,
                        fmt::format("threads {} is negative", options.threads));
     }
-    if (options.device == DeviceKind::cuda) {
+    // What no rank of this build can have is refused before MPI starts.
+    if (options.device == DeviceKind::cuda && cudaLibrary().empty()) {
         return failure(ErrorCode::unavailable,
-                       "device cuda: ranks of this version run on the CPU device");
+                       "device cuda: this kvgrid was built without the CUDA device (configure with "
+                       "-DKVGRID_CUDA=ON)");
     }
-    if (options.transport == TransportKind::nccl) {
-        return failure(ErrorCode::unavailable, "transport nccl: no NCCL transport in this build");
+    if (options.transport == TransportKind::nccl && comm::ncclLibrary().empty()) {
+        return failure(ErrorCode::unavailable,
+                       "transport nccl: this kvgrid was built without the NCCL transport");
     }
     return {};
 }
@@ -108,10 +112,10 @@ void findNode(comm::ProcessState& state) {
 }
 
 std::string optionsText(const ProcessOptions& options) {
-    return fmt::format("device {}, transport {}, timeout {} ms, threads {}",
+    return fmt::format("device {}, transport {}, timeout {} ms, threads {}, share_gpu {}",
                        options.device ? name(*options.device) : "auto",
                        options.transport ? name(*options.transport) : "auto",
-                       options.timeout.count(), options.threads);
+                       options.timeout.count(), options.threads, options.share_gpu);
 }
 
 std::string hostName() {
@@ -129,29 +133,70 @@ std::vector<std::string> allGatherText(comm::Control& control, std::string_view 
     return all;
 }
 
-// Fills `ranks`. Every rank sees the same options and reaches the same verdict.
-Result<void> introduceRanks(comm::ProcessState& state) {
-    comm::Control& control = *state.control;
-    const auto options = allGatherText(control, optionsText(state.options));
-    const auto hosts = allGatherText(control, hostName());
-    const auto pids = allGatherText(control, fmt::to_string(::getpid()));
-    const auto devices = allGatherText(control, state.device->description());
+// Every rank sees the same options and reaches the same verdict.
+Result<void> compareOptions(comm::ProcessState& state) {
+    const auto options = allGatherText(*state.control, optionsText(state.options));
     for (std::size_t rank = 0; rank < options.size(); ++rank) {
-        if (options[rank] != options[0]) {
-            return failure(ErrorCode::invalid_argument,
-                           fmt::format("rank {} was started with other options than rank 0: {}; {}",
-                                       rank, options[rank], options[0]));
-        }
-        state.ranks.push_back(
-            {static_cast<int>(rank), hosts[rank], std::stoi(pids[rank]), devices[rank]});
+        if (options[rank] == options[0]) continue;
+        return failure(ErrorCode::invalid_argument,
+                       fmt::format("rank {} was started with other options than rank 0: {}; {}",
+                                   rank, options[rank], options[0]));
     }
     return {};
 }
 
+void introduceRanks(comm::ProcessState& state) {
+    comm::Control& control = *state.control;
+    const auto hosts = allGatherText(control, hostName());
+    const auto pids = allGatherText(control, fmt::to_string(::getpid()));
+    const auto devices = allGatherText(control, state.device->description());
+    for (std::size_t rank = 0; rank < hosts.size(); ++rank) {
+        state.ranks.push_back(
+            {static_cast<int>(rank), hosts[rank], std::stoi(pids[rank]), devices[rank]});
+    }
+}
+
+Result<void> makeDataTransport(comm::ProcessState& state) {
+    const bool on_gpu = state.device->kind() == DeviceKind::cuda;
+    const bool has_nccl = !comm::ncclLibrary().empty();
+    const TransportKind kind = state.options.transport.value_or(
+        on_gpu && has_nccl ? TransportKind::nccl : TransportKind::mpi);
+    if (kind == TransportKind::nccl && !on_gpu) {
+        return failure(ErrorCode::unavailable, "transport nccl: the ranks are on the CPU device");
+    }
+    if (!on_gpu) return {};
+    if (kind == TransportKind::mpi) {
+        state.data_transport = comm::makeStagedTransport(*state.watchdog, *state.device);
+        return {};
+    }
+    const auto exchange = [&](std::span<std::byte> bytes) {
+        const auto root = state.control->broadcast(bytes);
+        std::copy(root.begin(), root.end(), bytes.begin());
+    };
+    state.data_transport = comm::makeNcclTransport(
+        *state.watchdog, *state.device,
+        {.rank = state.rank, .size = state.size, .share_gpu = state.device_sharers > 1}, exchange);
+    return {};
+}
+
+// Collective. The same verdict on every rank.
+Result<void> join(comm::ProcessState& state) {
+    if (auto compared = compareOptions(state); !compared) return compared;
+    auto bound = comm::bindDevice(
+        *state.control, state.options,
+        {.host = hostName(), .node_rank = state.node_rank, .threads = state.threads});
+    if (!bound) return tl::unexpected(bound.error());
+    state.device = std::move(bound->device);
+    state.device_sharers = bound->sharers;
+    introduceRanks(state);
+    return makeDataTransport(state);
+}
+
 // Collective. Transports first: they hold communicators.
 void endMpi(comm::ProcessState& state) noexcept {
-    state.control.reset();
     state.data_transport.reset();
+    state.device.reset();
+    state.control.reset();
     state.control_transport.reset();
     if (!state.owns_mpi) return;
     const comm::Watch watch(*state.watchdog, "end of MPI");
@@ -185,12 +230,12 @@ Result<std::unique_ptr<comm::ProcessState>> makeState(int* argc, char*** argv,
     }
     comm::faultPoint("start", state->rank);
     findNode(*state);
-    state->device = makeCpuDevice(state->threads);
+    state->host = makeCpuDevice(1);
     state->control_transport = comm::makeMpiTransport(*state->watchdog);
-    state->control = std::make_unique<comm::Control>(*state->control_transport, *state->device);
-    if (auto introduced = introduceRanks(*state); !introduced) {
+    state->control = std::make_unique<comm::Control>(*state->control_transport, *state->host);
+    if (auto joined = join(*state); !joined) {
         endMpi(*state);
-        return tl::unexpected(introduced.error());
+        return tl::unexpected(joined.error());
     }
     return state;
 }
@@ -257,8 +302,16 @@ const std::vector<RankDescription>& Process::ranks() const noexcept {
 
 std::vector<std::string> Process::libraries() const {
     const auto version = XXH_versionNumber();
-    return {comm::mpiLibrary(), fmt::format("Highway {}.{}.{}", HWY_MAJOR, HWY_MINOR, HWY_PATCH),
-            fmt::format("xxHash {}.{}.{}", version / 10000, version / 100 % 100, version % 100)};
+    std::vector<std::string> all{
+        comm::mpiLibrary(), fmt::format("Highway {}.{}.{}", HWY_MAJOR, HWY_MINOR, HWY_PATCH),
+        fmt::format("xxHash {}.{}.{}", version / 10000, version / 100 % 100, version % 100)};
+    if (device() == DeviceKind::cuda) all.push_back(cudaLibrary());
+    if (transport() == TransportKind::nccl) all.push_back(comm::ncclLibrary());
+    return all;
+}
+
+void Process::synchronize() {
+    state_->synchronize(state_->device->defaultStream());
 }
 
 void Process::barrier() {

@@ -26,13 +26,20 @@ struct ProcessState {
     std::vector<RankDescription> ranks;
 
     std::unique_ptr<Watchdog> watchdog;
-    std::unique_ptr<Device> device;                // where the pool lives
+    std::unique_ptr<Device> host;                  // of control messages
     std::unique_ptr<Transport> control_transport;  // MPI, host memory
-    std::unique_ptr<Transport> data_transport;     // null: the control transport serves both
     std::unique_ptr<Control> control;
+    std::unique_ptr<Device> device;             // where the pool lives
+    int device_sharers = 1;                     // ranks that have this GPU
+    std::unique_ptr<Transport> data_transport;  // null: the control transport serves both
 
     [[nodiscard]] Transport& transport() noexcept {
         return data_transport ? *data_transport : *control_transport;
+    }
+    // Waits until the stream's work is done. Under the watchdog.
+    void synchronize(StreamView stream) const {
+        const Watch watch(*watchdog, "the device's work");
+        device->synchronize(stream);
     }
 };
 

@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -35,6 +36,8 @@ public:
     [[nodiscard]] virtual std::string description() const = 0;  // "MPI (Open MPI 4.1.4)"
     [[nodiscard]] virtual int rank() const noexcept = 0;
     [[nodiscard]] virtual int size() const noexcept = 0;
+    // Whether a stream that is being captured may be given.
+    [[nodiscard]] virtual bool isCapturable() const noexcept = 0;
 
     // Everybody has the root's bytes. The same size on every rank.
     virtual void broadcast(std::span<std::byte> data, int root, StreamView stream) = 0;
@@ -69,5 +72,25 @@ public:
 // `max_message_bytes` (1 to 2^31 - 1, the same on every rank) travel as several messages.
 [[nodiscard]] std::unique_ptr<Transport> makeMpiTransport(
     Watchdog& watchdog, std::int64_t max_message_bytes = std::int64_t{1} << 30);
+
+// The MPI transport for memory of `device`, which is copied through page-locked host memory. Eager.
+[[nodiscard]] std::unique_ptr<Transport> makeStagedTransport(Watchdog& watchdog, Device& device);
+
+struct NcclOptions {
+    int rank = 0;
+    int size = 1;
+    // Ranks may have the GPU of another: each says that its host is its own, and all together use
+    // few enough thread blocks to run at once.
+    bool share_gpu = false;
+};
+
+// NCCL over the GPU of each rank, stream-ordered. Collective. `exchange` gives rank 0's bytes to
+// every rank. unavailable (Error): this build has no NCCL transport.
+[[nodiscard]] std::unique_ptr<Transport> makeNcclTransport(
+    Watchdog& watchdog, Device& device, const NcclOptions& options,
+    const std::function<void(std::span<std::byte>)>& exchange);
+
+// "NCCL 2.28.3 (headers 2.28.3)"; empty where this build has no NCCL transport.
+[[nodiscard]] std::string ncclLibrary();
 
 }  // namespace kvgrid::comm

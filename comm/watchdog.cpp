@@ -9,9 +9,11 @@
 #include <cinttypes>
 #include <condition_variable>
 #include <cstdio>
+#include <deque>
 #include <mutex>
 #include <string_view>
 #include <thread>
+#include <utility>
 
 namespace kvgrid::comm {
 namespace {
@@ -49,6 +51,14 @@ struct Watchdog::State {
     std::atomic<int> layer{-1};
     bool watching = false;  // the writer's own
 
+    struct Expected {
+        std::int64_t step = 0;
+        Clock::time_point since;
+        Event event;
+    };
+    std::mutex expected_mutex;
+    std::deque<Expected> expected;  // oldest first
+
     std::mutex mutex;
     std::condition_variable wake;
     bool stopping = false;
@@ -72,6 +82,20 @@ struct Watchdog::State {
         if (sequence.load(std::memory_order_relaxed) != before) return;
         if (Clock::now().time_since_epoch() - begun < timeout) return;
         report(what);
+        ::_exit(deadline_exit_code);
+    }
+
+    void checkExpected() {
+        const std::lock_guard lock(expected_mutex);
+        const auto now = Clock::now();
+        while (!expected.empty() && expected.front().event.finished()) {
+            expected.pop_front();
+            if (!expected.empty()) expected.front().since = std::max(expected.front().since, now);
+        }
+        if (expected.empty() || now - expected.front().since < timeout) return;
+        step.store(expected.front().step, std::memory_order_relaxed);
+        layer.store(-1, std::memory_order_relaxed);
+        report("the device's work");
         ::_exit(deadline_exit_code);
     }
 
@@ -102,8 +126,10 @@ struct Watchdog::State {
     void run() {
         const auto nap = std::clamp(timeout / 10, shortest_nap, longest_nap);
         std::unique_lock lock(mutex);
-        while (!wake.wait_for(lock, nap, [this] { return stopping; }))
+        while (!wake.wait_for(lock, nap, [this] { return stopping; })) {
             checkDeadline();
+            checkExpected();
+        }
     }
 };
 
@@ -128,6 +154,16 @@ Watchdog::~Watchdog() {
 void Watchdog::setPlace(std::int64_t step, int layer) noexcept {
     state_->step.store(step, std::memory_order_relaxed);
     state_->layer.store(layer, std::memory_order_relaxed);
+}
+
+void Watchdog::expect(std::int64_t step, Event event) {
+    const std::lock_guard lock(state_->expected_mutex);
+    state_->expected.push_back({step, Clock::now(), std::move(event)});
+}
+
+void Watchdog::forgetExpected() {
+    const std::lock_guard lock(state_->expected_mutex);
+    state_->expected.clear();
 }
 
 Watch::Watch(Watchdog& watchdog, const char* operation) noexcept

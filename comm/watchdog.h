@@ -1,4 +1,5 @@
-// A thread that ends this process when one operation outlasts its deadline.
+// A thread that ends this process when one operation, or the device's work of one step, outlasts
+// its deadline.
 //
 // The main thread says what it is about to do (a Watch); the watchdog reads (operation, since when)
 // and, past the timeout, prints rank, step and operation on stderr and ends the process with exit
@@ -8,6 +9,8 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+
+#include "kernels/device.h"
 
 namespace kvgrid::comm {
 
@@ -22,6 +25,14 @@ public:
 
     // Where the job is, for the message. layer -1: none.
     void setPlace(std::int64_t step, int layer) noexcept;
+
+    // `event` was recorded behind the device's work of this step: it must come within the timeout,
+    // counted from when the step before it was done. A launched graph shows no operation to the
+    // host, so this is how a step that hangs inside one is seen.
+    void expect(std::int64_t step, Event event);
+    // Drops what is expected. Before the events' device ends, and when their work is known to be
+    // done.
+    void forgetExpected();
 
 private:
     friend class Watch;

@@ -77,4 +77,18 @@ Event::~Event() {
     if (device_ != nullptr) device_->destroyEvent(handle_);
 }
 
+Graph::Graph(Graph&& other) noexcept
+    : device_(std::exchange(other.device_, nullptr)),
+      handle_(other.handle_) {}
+
+Graph& Graph::operator=(Graph&& other) noexcept {
+    std::swap(device_, other.device_);
+    std::swap(handle_, other.handle_);
+    return *this;
+}
+
+Graph::~Graph() {
+    if (device_ != nullptr) device_->destroyGraph(handle_);
+}
+
 }  // namespace kvgrid

@@ -1,6 +1,7 @@
-// One interface, two devices: memory, streams, events, copies, and the table of operations.
+// One interface, two devices: memory, streams, events, graphs, copies, and the table of operations.
 //
-// Every allocation, stream and event has an owner type (DeviceBuffer, Stream, Event) and is made on
+// Every allocation, stream, event and graph has an owner type (Buffer, Stream, Event, Graph) and is
+// made on
 // a named device; a StreamView is what functions take. Work on a stream runs in order; nothing here
 // synchronises unless it says so. The CPU device runs everything at once, on the calling thread and
 // its pool, so its streams are always idle; the contract is the same.
@@ -42,7 +43,9 @@ public:
 
     [[nodiscard]] virtual DeviceKind kind() const noexcept = 0;
     [[nodiscard]] virtual std::string description() const = 0;  // "cpu AVX3_ZEN4, 2 threads"
-    [[nodiscard]] virtual int threads() const noexcept = 0;     // CPU threads; 0 on CUDA
+    // Which one it is among those of the host: the PCI address of a GPU, empty on the CPU.
+    [[nodiscard]] virtual std::string id() const = 0;
+    [[nodiscard]] virtual int threads() const noexcept = 0;  // CPU threads; 0 on CUDA
     [[nodiscard]] virtual std::int64_t freeMemory()
         const = 0;  // bytes that may be allocated now, about
     [[nodiscard]] virtual const Operations& operations() const noexcept = 0;
@@ -59,11 +62,22 @@ public:
     [[nodiscard]] virtual StreamView defaultStream() noexcept = 0;
     [[nodiscard]] virtual void* createStream() = 0;
     virtual void destroyStream(void* handle) noexcept = 0;
-    [[nodiscard]] virtual void* createEvent() = 0;
+    [[nodiscard]] virtual void* createEvent(bool timed) = 0;
     virtual void destroyEvent(void* handle) noexcept = 0;
     virtual void record(void* event, StreamView stream) = 0;
     virtual void wait(StreamView stream, void* event) = 0;  // the stream waits, not the host
-    [[nodiscard]] virtual bool finished(void* event) = 0;   // never recorded counts as finished
+    // Never recorded counts as finished. May be called on any thread, while others capture.
+    [[nodiscard]] virtual bool finished(void* event) = 0;
+    // Seconds from one timed event to another; both are finished.
+    [[nodiscard]] virtual double secondsBetween(void* from, void* to) = 0;
+
+    // Graphs. Between begin and end the stream's work is noted instead of run. A timed event that
+    // is recorded meanwhile is recorded again by every launch. unavailable on the CPU device.
+    virtual void beginCapture(StreamView stream) = 0;
+    [[nodiscard]] virtual void* endCapture(StreamView stream) = 0;  // the graph, ready to launch
+    virtual void launchGraph(void* graph, StreamView stream) = 0;
+    virtual void destroyGraph(void* graph) noexcept = 0;
+    [[nodiscard]] virtual bool isCapturing(StreamView stream) = 0;  // for whomever
 
     // Between any of this device's and host memory; host memory from allocateHost to be
     // asynchronous.
@@ -115,15 +129,40 @@ private:
 
 class Event {
 public:
-    explicit Event(Device& device) : device_(&device), handle_(device.createEvent()) {}
+    explicit Event(Device& device, bool timed = false)
+        : device_(&device),
+          handle_(device.createEvent(timed)) {}
     Event(Event&& other) noexcept;
     Event& operator=(Event&& other) noexcept;
     ~Event();
     void record(StreamView stream) { device_->record(handle_, stream); }
     void makeWait(StreamView stream) const { device_->wait(stream, handle_); }
     [[nodiscard]] bool finished() const { return device_->finished(handle_); }
+    // Of timed events.
+    [[nodiscard]] double secondsSince(const Event& from) const {
+        return device_->secondsBetween(from.handle_, handle_);
+    }
 
 private:
+    Device* device_;
+    void* handle_;
+};
+
+// Work that was captured, to be launched as often as wanted.
+class Graph {
+public:
+    // Ends the capture that this stream is in. Throws Error when what was called cannot be
+    // captured.
+    static Graph endCapture(StreamView stream) {
+        return {stream.device(), stream.device().endCapture(stream)};
+    }
+    Graph(Graph&& other) noexcept;
+    Graph& operator=(Graph&& other) noexcept;
+    ~Graph();
+    void launch(StreamView stream) const { device_->launchGraph(handle_, stream); }
+
+private:
+    Graph(Device& device, void* handle) noexcept : device_(&device), handle_(handle) {}
     Device* device_;
     void* handle_;
 };
@@ -134,5 +173,13 @@ private:
 // The GPU that CUDA counts as `index`, of compute capability 8.0 or newer. Throws Error
 // (unavailable) when it is not there, or when this build has no CUDA device.
 [[nodiscard]] std::unique_ptr<Device> makeCudaDevice(int index);
+
+// GPUs that CUDA counts in this process; 0 without a driver or without the CUDA device in this
+// build.
+[[nodiscard]] int cudaDeviceCount();
+// As Device::id, before the device is made.
+[[nodiscard]] std::string cudaDeviceId(int index);
+// Versions of runtime and driver: "CUDA 13.0 (driver 13.0)". Empty where this build has no CUDA.
+[[nodiscard]] std::string cudaLibrary();
 
 }  // namespace kvgrid

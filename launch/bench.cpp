@@ -130,7 +130,7 @@ private:
     using Times = std::array<double, part_count>;
 
     struct Ceiling {  // GB/s of a rank
-        double mean = 0, least = 0, most = 0;
+        double mean = 0, least = 0, most = 0, contiguous = 0;
         std::int64_t bytes = 0;
     };
     [[nodiscard]] Result<Ceiling> measureCeiling();
@@ -186,14 +186,23 @@ Result<BenchRun::Ceiling> BenchRun::measureCeiling() {
     double most = 0;
     for (const Batch& batch : setup_.batches)
         most = std::max(most, kvBytes(batch, options_.steps - 1));
-    constexpr double mebibyte = 1 << 20;
-    const auto bytes = static_cast<std::int64_t>(std::clamp(most, 64 * mebibyte, 512 * mebibyte));
-    const auto mine = measureReadCeiling(process_, bytes);
+    constexpr std::int64_t mebibyte = 1 << 20;
+    constexpr std::int64_t least = 64 * mebibyte;
+    const std::int64_t limit = (process_.device() == DeviceKind::cuda ? 4096 : 512) * mebibyte;
+    std::int64_t bytes = std::clamp(static_cast<std::int64_t>(most), least, limit);
+    auto mine = measureReadCeiling(process_, bytes);
+    // The pool may have left less.
+    while (!mine && mine.error().code == ErrorCode::does_not_fit && bytes / 2 >= least) {
+        bytes /= 2;
+        mine = measureReadCeiling(process_, bytes);
+    }
     if (!mine) return tl::unexpected(mine.error());
 
     Ceiling ceiling{.least = mine->gb_per_s, .most = mine->gb_per_s, .bytes = mine->bytes};
-    for (const auto& rank : gatherValues(process_, {&mine->gb_per_s, 1})) {
+    const double values[] = {mine->gb_per_s, mine->contiguous_gb_per_s};
+    for (const auto& rank : gatherValues(process_, values)) {
         ceiling.mean += rank.front() / process_.size();
+        ceiling.contiguous += rank.back() / process_.size();
         ceiling.least = std::min(ceiling.least, rank.front());
         ceiling.most = std::max(ceiling.most, rank.front());
     }
@@ -205,9 +214,12 @@ Result<void> BenchRun::measureCeilingFirst() {
     const auto ceiling = measureCeiling();
     if (!ceiling) return tl::unexpected(ceiling.error());
     report_.note(fmt::format(
-        "read ceiling: {:.2f} GB/s a rank ({:.2f} to {:.2f}), {} a rank, all ranks at once",
-        ceiling->mean, ceiling->least, ceiling->most, humanBytes(ceiling->bytes)));
+        "read ceiling: {:.2f} GB/s a rank ({:.2f} to {:.2f}), {:.2f} contiguous, {} a rank, all "
+        "ranks at once",
+        ceiling->mean, ceiling->least, ceiling->most, ceiling->contiguous,
+        humanBytes(ceiling->bytes)));
     report_.fact("read_ceiling_gb_per_s", ceiling->mean);
+    report_.fact("read_ceiling_contiguous_gb_per_s", ceiling->contiguous);
     report_.fact("read_ceiling_bytes", ceiling->bytes);
     ceiling_gb_per_s_ = ceiling->mean;
     return {};
@@ -264,7 +276,7 @@ Result<Outcome> BenchRun::run() {
     describeRun(report_, process_, options_, setup_);
     if (!options_.lengths_from.empty())
         report_.fact("lengths_from", options_.lengths_from, "lengths from");
-    auto decode = DecodeRun::create(process_, config, options_.seed);
+    auto decode = DecodeRun::create(process_, config, options_.seed, setup_.graph);
     if (!decode) return tl::unexpected(decode.error());
     if (auto measured = measureCeilingFirst(); !measured) return tl::unexpected(measured.error());
     warn();
@@ -309,12 +321,22 @@ Result<void> BenchRun::measure(DecodeRun& decode, const Batch& batch) {
     for (std::size_t sequence = 0; sequence < batch.lengths.size(); ++sequence)
         runs.push_back({.sequence = sequence});
     std::vector<StepTimes> times;
+    // Events between the kernels of a GPU would cost time: there the parts are of a run of their
+    // own through each step, which is then dropped.
+    const bool separately = process_.device() == DeviceKind::cuda;
     for (std::int64_t token = 0; token < setup_.decoded; ++token) {
-        const auto take = [&](const Step&, int layer, std::span<const float> out) {
-            if (token + 1 == setup_.decoded) spot_check.take(layer, 0, out);
-        };
-        const auto time = decode.step(runs, {}, take);
+        Result<StepTimes> parts;
+        if (separately) parts = decode.step(runs, {.abandon = true, .timed = true}, {});
+        if (!parts) return tl::unexpected(parts.error());
+        DecodeRun::OnOutput take;
+        if (token + 1 == setup_.decoded) {
+            take = [&](const Step&, int layer, std::span<const float> out) {
+                spot_check.take(layer, 0, out);
+            };
+        }
+        auto time = decode.step(runs, {.timed = !separately}, take);
         if (!time) return tl::unexpected(time.error());
+        if (separately) time->parts = parts->parts;
         if (token >= options_.warmup) times.push_back(*time);
         progress_.update(
             fmt::format("context {}: {} of {} steps", batch.context, token + 1, setup_.decoded));
@@ -402,7 +424,7 @@ int runBench(int argc, char** argv) {
     const auto body = [&](Process& process) -> Result<Outcome> {
         auto destination = openDestination(process, options.json, options.csv);
         if (!destination) return tl::unexpected(destination.error());
-        auto setup = prepareDecode(options, process.size());
+        auto setup = prepareDecode(options, process);
         const Result<void> prepared = setup ? Result<void>() : tl::unexpected(setup.error());
         if (auto agreed = agree(process, prepared); !agreed) return tl::unexpected(agreed.error());
         return BenchRun(argc, argv, options, process, std::move(*destination), std::move(*setup))

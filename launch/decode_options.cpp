@@ -64,6 +64,16 @@ Result<std::vector<Batch>> makeBatches(const DecodeOptions& options, std::int64_
     return batches;
 }
 
+Result<bool> chooseGraph(const DecodeOptions& options, const Process& process) {
+    const bool on_gpu = process.device() == DeviceKind::cuda;
+    const bool eager_join = process.transport() == TransportKind::mpi && process.size() > 1;
+    const bool possible = on_gpu && !eager_join;
+    if (!options.graph.value_or(false) || possible) return options.graph.value_or(possible);
+    return failure(ErrorCode::unavailable,
+                   on_gpu ? "--graph on: the MPI transport is eager, its joins cannot be captured"
+                          : "--graph on: the CPU device has no graphs");
+}
+
 Setter blocksInto(std::optional<std::int64_t>& out, std::int64_t least) {
     return [&out, least](const std::string& text) {
         constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
@@ -112,6 +122,9 @@ void declareDecodeFlags(CommandLine& line, DecodeOptions& options, const std::st
                choiceInto(options.device, deviceKinds()))
         .value("transport", "auto|mpi|nccl", "how ranks join outputs (auto)",
                choiceInto(options.transport, transportKinds()))
+        .value("graph", "auto|on|off", "launch each step as one CUDA graph (auto: where it can)",
+               choiceInto(options.graph, graphChoices()))
+        .flag("share-gpu", "ranks may have one GPU together, for tests", options.share_gpu)
         .value("grid", "HxC|auto", "head axis x context axis (auto)", gridInto(options.grid))
         .value("kv-dtype", "bf16|fp16", "format of stored K and V (bf16)",
                choiceInto(options.kv_format, kvFormats()))
@@ -135,7 +148,8 @@ ProcessOptions processOptions(const DecodeOptions& options) {
     return {.device = options.device,
             .transport = options.transport,
             .timeout = std::chrono::seconds(options.timeout_s),
-            .threads = options.threads};
+            .threads = options.threads,
+            .share_gpu = options.share_gpu};
 }
 
 std::int64_t DecodeSetup::blocksOf(std::int64_t tokens) const noexcept {
@@ -143,7 +157,9 @@ std::int64_t DecodeSetup::blocksOf(std::int64_t tokens) const noexcept {
     return (tokens - 1) / config.block_size + 1;
 }
 
-Result<DecodeSetup> prepareDecode(const DecodeOptions& options, int ranks) {
+Result<DecodeSetup> prepareDecode(const DecodeOptions& options, const Process& process) {
+    const auto graph = chooseGraph(options, process);
+    if (!graph) return tl::unexpected(graph.error());
     auto model = loadModelConfig(options.model);
     if (!model) return tl::unexpected(model.error());
     const std::int64_t decoded = std::int64_t{options.warmup} + options.steps;
@@ -155,7 +171,7 @@ Result<DecodeSetup> prepareDecode(const DecodeOptions& options, int ranks) {
 
     const auto geometry = decodedGeometry(*model, options, longest);
     if (!geometry) return tl::unexpected(geometry.error());
-    const auto grid = chooseGrid(*geometry, ranks, options.grid);
+    const auto grid = chooseGrid(*geometry, process.size(), options.grid);
     if (!grid) return tl::unexpected(grid.error());
 
     CacheConfig config{
@@ -163,7 +179,8 @@ Result<DecodeSetup> prepareDecode(const DecodeOptions& options, int ranks) {
         .grid = *grid,
         .kv_format = options.kv_format,
         .input_format = options.kv_format,
-        .output_format = NumberFormat::fp32,
+        .output_format =
+            process.device() == DeviceKind::cuda ? options.kv_format : NumberFormat::fp32,
         .rotary = model->rotary,
         .softmax_scale = model->softmax_scale,
         .layout = options.layout,
@@ -179,7 +196,8 @@ Result<DecodeSetup> prepareDecode(const DecodeOptions& options, int ranks) {
                       .config = std::move(config),
                       .batches = std::move(*batches),
                       .layers = geometry->groups.front().layers,
-                      .decoded = decoded};
+                      .decoded = decoded,
+                      .graph = *graph};
     const auto blocks = neededBlocks(setup);
     if (!blocks) return tl::unexpected(blocks.error());
     setup.config.device_blocks = *blocks;

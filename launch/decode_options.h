@@ -29,6 +29,8 @@ struct DecodeOptions {
 
     std::optional<DeviceKind> device;
     std::optional<TransportKind> transport;
+    bool share_gpu = false;
+    std::optional<bool> graph;  // none: where device and transport can
     Grid grid;
     NumberFormat kv_format = NumberFormat::bf16;
     int block_size = 64;
@@ -63,6 +65,7 @@ struct DecodeSetup {
     std::vector<Batch> batches;
     std::vector<int> layers;   // with KV
     std::int64_t decoded = 0;  // tokens of a sequence: warmup + steps
+    bool graph = false;        // steps are captured and launched as CUDA graphs
 
     [[nodiscard]] int queryHeads() const noexcept { return config.geometry.query_heads; }
     [[nodiscard]] int kvHeads() const noexcept { return config.geometry.groups.front().kv_heads; }
@@ -72,7 +75,10 @@ struct DecodeSetup {
 };
 
 // The same on every rank. invalid_argument: what of the model or of the flags the run cannot have,
-// by key or flag; does_not_fit: more blocks than a pool can number.
-[[nodiscard]] Result<DecodeSetup> prepareDecode(const DecodeOptions& options, int ranks);
+// by key or flag; does_not_fit: more blocks than a pool can number; unavailable: --graph on where
+// device or transport has none. Outputs are fp32 on the CPU device, and in the format of K and V on
+// a GPU, whose products have 16-bit operands.
+[[nodiscard]] Result<DecodeSetup> prepareDecode(const DecodeOptions& options,
+                                                const Process& process);
 
 }  // namespace kvgrid::launch

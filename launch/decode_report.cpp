@@ -34,13 +34,16 @@ void describeCache(Report& report, const Process& process, const DecodeSetup& se
     const std::string blocks = config.layout == PoolLayout::contiguous
                                    ? "one block a sequence"
                                    : fmt::format("blocks of {} tokens", config.block_size);
-    report.note(fmt::format("cache: {} over {}, grid {}, {} KV, {}, {}", name(process.device()),
-                            name(process.transport()), grid, name(config.kv_format),
-                            name(config.layout), blocks));
+    report.note(fmt::format("cache: {} over {}, grid {}, {} KV, {} output, {}, {}, {}",
+                            name(process.device()), name(process.transport()), grid,
+                            name(config.kv_format), name(config.output_format), name(config.layout),
+                            blocks, setup.graph ? "a CUDA graph a step" : "no graphs"));
     report.fact("device", std::string(name(process.device())));
     report.fact("transport", std::string(name(process.transport())));
     report.fact("grid", grid);
     report.fact("kv_dtype", std::string(name(config.kv_format)));
+    report.fact("output_dtype", std::string(name(config.output_format)));
+    report.fact("graph", std::string(setup.graph ? "on" : "off"));
     report.fact("layout", std::string(name(config.layout)));
     report.fact("block_size_tokens", std::int64_t{config.block_size});
 }

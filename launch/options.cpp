@@ -182,6 +182,10 @@ Choices<std::optional<TransportKind>> transportKinds() {
     return {{"auto", std::nullopt}, {"mpi", TransportKind::mpi}, {"nccl", TransportKind::nccl}};
 }
 
+Choices<std::optional<bool>> graphChoices() {
+    return {{"auto", std::nullopt}, {"on", true}, {"off", false}};
+}
+
 struct CommandLine::State {
     struct Flag {
         std::string name;

@@ -78,6 +78,7 @@ template <typename Target, typename Value>
 [[nodiscard]] Choices<PoolLayout> poolLayouts();
 [[nodiscard]] Choices<std::optional<DeviceKind>> deviceKinds();
 [[nodiscard]] Choices<std::optional<TransportKind>> transportKinds();
+[[nodiscard]] Choices<std::optional<bool>> graphChoices();
 
 struct Parsed {
     std::optional<std::string> answer;  // of --help or --version: print it and return 0

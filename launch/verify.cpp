@@ -141,7 +141,8 @@ struct Run {
 };
 
 Result<Outcome> conclude(const Run& run, const Destination& destination, Report& report,
-                         const std::vector<Findings>& findings, const Digest& overall) {
+                         const std::vector<Findings>& findings, const Digest& overall,
+                         NumberFormat output_format) {
     double max_rel_error = 0;
     for (const Findings& found : findings) {
         max_rel_error = std::max(max_rel_error, found.max_rel_error);
@@ -155,7 +156,7 @@ Result<Outcome> conclude(const Run& run, const Destination& destination, Report&
     }
     std::string digest = hexadecimal(overall.value());
     if (isPlanted("digest") && run.process.rank() + 1 == run.process.size()) digest.back() ^= 1;
-    const double bound = errorBound(NumberFormat::fp32);
+    const double bound = errorBound(output_format);
     const std::string wrong = wrongness(run.process, findings, bound, digest);
     report.result("max_rel_error", max_rel_error);
     report.result("max_rel_error_bound", bound);
@@ -175,7 +176,7 @@ Result<Outcome> conclude(const Run& run, const Destination& destination, Report&
 Result<Outcome> verify(const Run& run) {
     auto destination = openDestination(run.process, run.options.json, run.options.csv);
     if (!destination) return tl::unexpected(destination.error());
-    const auto setup = prepareDecode(run.options, run.process.size());
+    const auto setup = prepareDecode(run.options, run.process);
     const Result<void> prepared = setup.map([](const DecodeSetup&) {});
     if (auto agreed = agree(run.process, prepared); !agreed) return tl::unexpected(agreed.error());
 
@@ -185,7 +186,7 @@ Result<Outcome> verify(const Run& run) {
     Digest overall;
     std::vector<DecodedTogether> together;
     {
-        auto decode = DecodeRun::create(run.process, setup->config, run.options.seed);
+        auto decode = DecodeRun::create(run.process, setup->config, run.options.seed, setup->graph);
         if (!decode) return tl::unexpected(decode.error());
         for (const Batch& batch : setup->batches) {
             auto decoded = verify_run.decodeTogether(*decode, batch, overall);
@@ -202,7 +203,7 @@ Result<Outcome> verify(const Run& run) {
     }
     Report results("verify", commandArguments(run.argc, run.argv), columns());
     describeRun(results, run.process, run.options, *setup);
-    return conclude(run, *destination, results, findings, overall);
+    return conclude(run, *destination, results, findings, overall, setup->config.output_format);
 }
 
 }  // namespace

@@ -144,16 +144,14 @@ std::int64_t VerifyRun::compareStored(DecodeRun& run, std::int64_t tokens,
                                       std::span<const Unit> units) const {
     run.settle();
     const int heads = run.heads().kv_heads;
-    std::vector<std::uint16_t> k(static_cast<std::size_t>(tokens * heads * setup_.headDim()));
-    std::vector<std::uint16_t> v(k.size());
     std::int64_t wrong = 0;
     for (const Unit& unit : units.first(std::min<std::size_t>(2, units.size()))) {
-        const SequenceId sequence = run.id(static_cast<std::size_t>(unit.key));
-        orThrow(run.cache().gather(sequence, unit.layer, k.data(), v.data()));
+        const DecodeRun::KeysValues stored =
+            run.stored(static_cast<std::size_t>(unit.key), unit.layer);
         const Reference::KeysValues expected = reference_.keysValues(unit, tokens);
         const int head = unit.kv_head - run.heads().first_kv_head;
-        wrong += reference_.countDifferences(k, heads, head, expected.k);
-        wrong += reference_.countDifferences(v, heads, head, expected.v);
+        wrong += reference_.countDifferences(stored.k, heads, head, expected.k);
+        wrong += reference_.countDifferences(stored.v, heads, head, expected.v);
     }
     return wrong;
 }
@@ -173,7 +171,7 @@ CacheConfig VerifyRun::pressedConfig(const Batch& batch) const {
 Result<DecodedInTurns> VerifyRun::decodeInTurns(const Batch& batch,
                                                 const DecodedTogether& together) {
     const CacheConfig config = pressedConfig(batch);
-    auto run = DecodeRun::create(process_, config, options_.seed);
+    auto run = DecodeRun::create(process_, config, options_.seed, setup_.graph);
     if (!run) return tl::unexpected(run.error());
     if (isPlanted("replay")) run->plantFault();
     progress_.begin(fmt::format("context {}: again in turns, {} of {} device blocks", batch.context,

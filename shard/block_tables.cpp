@@ -52,6 +52,7 @@ Result<BlockTables> BlockTables::create(Device& device, const PlanLimits& limits
     Result<StagingRing> staging = StagingRing::create(device, staging_bytes);
     if (!staging) return tl::unexpected<Failure>(staging.error());
     device.fill(table->data(), 0xFF, table->bytes(), device.defaultStream());
+    device.fill(runs->data(), 0, runs->bytes(), device.defaultStream());
     return BlockTables(limits, group, context, rotary,
                        Memory{std::move(*table), std::move(*runs), std::move(*cosines),
                               std::move(*sines), std::move(*staging)});
@@ -124,7 +125,12 @@ void BlockTables::uploadRuns(std::span<const RunRecord> runs, StreamView stream)
         rows_ += run.rows;
         max_position_ = std::max(max_position_, run.first_position + run.rows - 1);
     }
-    staging_.upload(device_runs_.data(), runs_.data(), runs_.size() * sizeof(Run), stream);
+    // Behind them, where the last step had more, come runs of 0 rows.
+    const std::size_t count = std::max(runs_.size(), uploaded_runs_.size());
+    uploaded_runs_ = runs_;
+    uploaded_runs_.resize(count);
+    staging_.upload(device_runs_.data(), uploaded_runs_.data(), count * sizeof(Run), stream);
+    uploaded_runs_.resize(runs_.size());
 }
 
 void BlockTables::uploadAngles(StreamView stream) {

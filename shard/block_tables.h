@@ -29,7 +29,8 @@ public:
     void apply(const StepPlan& plan, StreamView stream);
 
     [[nodiscard]] BlockTableView view() const noexcept;
-    [[nodiscard]] const Run* runs() const noexcept { return device_runs_.as<Run>(); }  // device
+    // On the device, [max_sequences]: the step's, then runs of 0 rows.
+    [[nodiscard]] const Run* runs() const noexcept { return device_runs_.as<Run>(); }
     [[nodiscard]] std::span<const Run> hostRuns() const noexcept { return runs_; }
     [[nodiscard]] std::int64_t rows() const noexcept { return rows_; }
     [[nodiscard]] std::int64_t maxPosition() const noexcept {
@@ -63,7 +64,8 @@ private:
     std::vector<std::int32_t> slot_dirty_;     // [slot] index into dirty_, or -1
     std::vector<Dirty> dirty_;
     std::vector<Run> runs_;
-    std::vector<float> angles_;  // scratch of one chunk of rows
+    std::vector<Run> uploaded_runs_;  // as on the device, without the last runs of 0 rows
+    std::vector<float> angles_;       // scratch of one chunk of rows
     std::int64_t rows_ = 0;
     std::int64_t max_position_ = -1;
     Buffer entries_;

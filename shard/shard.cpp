@@ -7,23 +7,24 @@
 
 namespace kvgrid {
 
-Result<std::int64_t> Shard::memoryBytes(const Device& device, const ShardConfig& config) {
+Result<Shard::MemoryBytes> Shard::memoryBytes(const Device& device, const ShardConfig& config) {
     const Result<std::int64_t> block = blockBytes(config.block);
-    if (!block) return block;
+    if (!block) return tl::unexpected<Failure>(block.error());
     const PlanLimits& limits = config.limits;
     using Wide = __int128;
-    const Wide pools = Wide{*block} * (Wide{limits.device_blocks} + limits.host_blocks);
     const Wide heads = Wide{limits.max_step_tokens} * config.query_heads;
     const Wide states = heads * (2 * Wide{config.block.head_dim} + 1) * 4;  // q, out, lse
     const Wide tables = Wide{limits.max_sequences} * limits.blocks_per_sequence * 4;
     const Wide angles = Wide{limits.max_step_tokens} * config.rotary.dim * 4;
-    const Wide total = pools + states + tables + angles +
-                       static_cast<Wide>(device.operations().attendWorkspaceBytes(
-                           limits.max_step_tokens, config.query_heads, config.block.head_dim));
-    if (total > std::numeric_limits<std::int64_t>::max()) {
+    const Wide on_device = Wide{*block} * limits.device_blocks + states + tables + angles +
+                           static_cast<Wide>(device.operations().attendWorkspaceBytes(
+                               limits.max_step_tokens, config.query_heads, config.block.head_dim));
+    const Wide on_host = Wide{*block} * limits.host_blocks;
+    if (on_device + on_host > std::numeric_limits<std::int64_t>::max()) {
         return failure(ErrorCode::does_not_fit, "the bytes of the cache exceed 64 bits");
     }
-    return static_cast<std::int64_t>(total);
+    return MemoryBytes{.device = static_cast<std::int64_t>(on_device),
+                       .host = static_cast<std::int64_t>(on_host)};
 }
 
 Result<Shard> Shard::create(Device& device, const ShardConfig& config) {
@@ -51,6 +52,8 @@ Result<Shard> Shard::create(Device& device, const ShardConfig& config) {
         device, device.operations().attendWorkspaceBytes(limits.max_step_tokens, config.query_heads,
                                                          config.block.head_dim));
     if (!workspace) return tl::unexpected<Failure>(workspace.error());
+    device.synchronize(
+        device.defaultStream());  // the tables are clear, whatever stream comes first
     return Shard(device, config,
                  Memory{std::move(*device_pool), std::move(*host_pool), std::move(*tables),
                         std::move(*q), std::move(*out), std::move(*lse), std::move(*workspace)});
@@ -68,15 +71,18 @@ Shard::Shard(Device& device, const ShardConfig& config, Memory memory)
       lse_(std::move(memory.lse)),
       workspace_(std::move(memory.workspace)),
       appended_(static_cast<std::size_t>(config.limits.max_sequences) *
-                static_cast<std::size_t>(config.block.layers)) {}
+                static_cast<std::size_t>(config.block.layers)),
+      copies_(device) {}
 
 Result<void> Shard::apply(const StepPlan& plan, StreamView stream) {
     if (Result<void> applied = replica_.apply(plan); !applied) return applied;
     for (const SequenceRecord& record : plan.sequences) {
         forgetPast(record.slot, record.kind == SequenceRecord::Kind::length ? record.length : 0);
     }
-    copyBlocks(plan.copies, stream);
+    // The copies run beside the uploads.
+    const bool copied = copyBlocks(plan.copies, stream);
     tables_.apply(plan, stream);
+    if (copied) copies_.after.makeWait(stream);
     q_layer_ = -1;
     return {};
 }
@@ -91,7 +97,14 @@ void Shard::forgetPast(std::int32_t slot, std::int64_t length) {
                    [length](std::int64_t mark) { return std::min(mark, length); });
 }
 
-void Shard::copyBlocks(std::span<const CopyRecord> copies, StreamView stream) {
+// Whether there was something to copy. Blocks that leave hold what earlier steps appended; blocks
+// that come are read, and blocks that became free are written, by what is enqueued next.
+bool Shard::copyBlocks(std::span<const CopyRecord> copies, StreamView stream) {
+    const auto mine = [&](const CopyRecord& copy) { return copy.context == config_.place.context; };
+    if (std::none_of(copies.begin(), copies.end(), mine)) return false;
+    const StreamView copy_stream = copies_.stream.view();
+    copies_.before.record(stream);
+    copies_.before.makeWait(copy_stream);
     std::size_t i = 0;
     while (i < copies.size()) {
         const CopyRecord& first = copies[i];
@@ -104,15 +117,46 @@ void Shard::copyBlocks(std::span<const CopyRecord> copies, StreamView stream) {
                 {.source = offload ? copies[i].device_block : copies[i].host_block,
                  .destination = offload ? copies[i].host_block : copies[i].device_block});
         }
-        if (first.context != config_.place.context) continue;
+        if (!mine(first)) continue;
         const bool offload = first.direction == CopyRecord::Direction::offload;
         CopyBlocksParams params;
         params.source = offload ? device_pool_.runs() : host_pool_.runs();
         params.destination = offload ? host_pool_.runs() : device_pool_.runs();
         params.pairs = pairs_.data();
         params.count = static_cast<std::int64_t>(pairs_.size());
-        device_->operations().copyBlocks(params, stream);
+        device_->operations().copyBlocks(params, copy_stream);
     }
+    copies_.after.record(copy_stream);
+    return true;
+}
+
+Shard::Extent Shard::extent(StreamView stream) const {
+    if (!device_->isCapturing(stream)) {
+        return {.capturing = false,
+                .rows = rows(),
+                .runs = static_cast<std::int64_t>(runs().size()),
+                .max_position = tables_.maxPosition()};
+    }
+    const std::int64_t rows_at_most = std::max(rows(), capture_rows_);
+    return {.capturing = true,
+            .rows = rows_at_most,
+            .runs = std::min<std::int64_t>(rows_at_most, config_.limits.max_sequences),
+            .max_position = config_.limits.max_sequence_length - 1};
+}
+
+void Shard::mark(int layer) {
+    for (const Run& run : runs()) {
+        std::int64_t& mark = appended_[static_cast<std::size_t>(run.slot) *
+                                           static_cast<std::size_t>(config_.block.layers) +
+                                       static_cast<std::size_t>(layer)];
+        mark = std::max(mark, run.first_position + run.rows);
+    }
+}
+
+void Shard::markAppended() {
+    for (int layer = 0; layer < config_.block.layers; ++layer)
+        mark(layer);
+    q_layer_ = -1;
 }
 
 Result<void> Shard::checkLayer(int layer) const {
@@ -125,12 +169,13 @@ Result<void> Shard::checkLayer(int layer) const {
 Result<void> Shard::append(int layer, const void* q, const void* k, const void* v,
                            StreamView stream) {
     if (Result<void> checked = checkLayer(layer); !checked) return checked;
-    if (rows() == 0) return {};
+    const Extent extent = this->extent(stream);
+    if (extent.rows == 0) return {};
     if (k == nullptr || v == nullptr) {
         return failure(ErrorCode::invalid_argument, k == nullptr ? "k is null" : "v is null");
     }
     AppendParams params;
-    params.rows = rows();
+    params.rows = extent.rows;
     params.query_heads = config_.query_heads;
     params.kv_heads = config_.block.kv_heads;
     params.head_dim = config_.block.head_dim;
@@ -143,25 +188,21 @@ Result<void> Shard::append(int layer, const void* q, const void* k, const void* 
     params.cosines = tables_.cosines();
     params.sines = tables_.sines();
     params.runs = tables_.runs();
-    params.run_count = static_cast<std::int64_t>(runs().size());
+    params.run_count = extent.runs;
     params.tables = tables_.view();
     params.pool = device_pool_.view();
     params.layer = layer;
     device_->operations().append(params, stream);
 
     q_layer_ = q != nullptr ? layer : -1;
-    for (const Run& run : runs()) {
-        std::int64_t& mark = appended_[static_cast<std::size_t>(run.slot) *
-                                           static_cast<std::size_t>(config_.block.layers) +
-                                       static_cast<std::size_t>(layer)];
-        mark = std::max(mark, run.first_position + run.rows);
-    }
+    if (!extent.capturing) mark(layer);
     return {};
 }
 
 Result<void> Shard::attend(int layer, StreamView stream) {
     if (Result<void> checked = checkLayer(layer); !checked) return checked;
-    if (rows() == 0) return {};
+    const Extent extent = this->extent(stream);
+    if (extent.rows == 0) return {};
     if (q_layer_ != layer) {
         return failure(ErrorCode::invalid_argument,
                        "layer " + std::to_string(layer) +
@@ -174,8 +215,8 @@ Result<void> Shard::attend(int layer, StreamView stream) {
     params.scale = config_.softmax_scale;
     params.q = q_.as<const float>();
     params.runs = tables_.runs();
-    params.run_count = static_cast<std::int64_t>(runs().size());
-    params.max_position = tables_.maxPosition();
+    params.run_count = extent.runs;
+    params.max_position = extent.max_position;
     params.context_rank = config_.place.context;
     params.context_ranks = config_.place.contexts;
     params.tables = tables_.view();

@@ -1,7 +1,8 @@
 // What one rank does with a plan: apply it, append a layer, attend a layer. No MPI, no NCCL.
 //
 // All memory is taken in create: the pools, the tables, and the workspace for the largest step.
-// apply, append and attend enqueue on the stream they are given.
+// apply, append and attend enqueue on the stream they are given; block copies run on a stream of
+// their own, after what was enqueued before and before what is enqueued next.
 #pragma once
 
 #include <cstdint>
@@ -35,10 +36,13 @@ struct ShardConfig {
 
 class Shard {
 public:
-    // Bytes that create takes, of the device and of its host memory together. does_not_fit: beyond
-    // 64 bits.
-    [[nodiscard]] static Result<std::int64_t> memoryBytes(const Device& device,
-                                                          const ShardConfig& config);
+    // Bytes that create takes, about. does_not_fit: beyond 64 bits.
+    struct MemoryBytes {
+        std::int64_t device = 0;
+        std::int64_t host = 0;  // that copies may use (Device::allocateHost)
+    };
+    [[nodiscard]] static Result<MemoryBytes> memoryBytes(const Device& device,
+                                                         const ShardConfig& config);
     // does_not_fit: pools, tables or workspace. The device must outlive it.
     [[nodiscard]] static Result<Shard> create(Device& device, const ShardConfig& config);
 
@@ -46,8 +50,22 @@ public:
     // state; the job must end.
     [[nodiscard]] Result<void> apply(const StepPlan& plan, StreamView stream);
 
+    // How many rows and runs append and attend are told of: the step's, or, where the stream is in
+    // a capture, as many as a step of setCaptureRows (at least this step's) can have. What is
+    // really there, they read on the device.
+    struct Extent {
+        bool capturing = false;
+        std::int64_t rows = 0;
+        std::int64_t runs = 0;
+        std::int64_t max_position = -1;
+    };
+    [[nodiscard]] Extent extent(StreamView stream) const;
+    void setCaptureRows(std::int64_t rows) noexcept { capture_rows_ = rows; }
+    // A launched graph has appended the step's rows to every layer.
+    void markAppended();
+
     // K and V of the step's rows into one layer; shapes as in Cache::append. invalid_argument: null
-    // k or v, a layer that is not there.
+    // k or v, a layer that is not there. In a capture nothing counts as appended yet.
     [[nodiscard]] Result<void> append(int layer, const void* q, const void* k, const void* v,
                                       StreamView stream);
 
@@ -83,9 +101,15 @@ private:
         BlockTables tables;
         Buffer q, out, lse, workspace;
     };
+    struct CopyStream {
+        explicit CopyStream(Device& device) : stream(device), before(device), after(device) {}
+        Stream stream;
+        Event before, after;  // what the copies wait for, and what waits for them
+    };
 
     Shard(Device& device, const ShardConfig& config, Memory memory);
-    void copyBlocks(std::span<const CopyRecord> copies, StreamView stream);
+    [[nodiscard]] bool copyBlocks(std::span<const CopyRecord> copies, StreamView stream);
+    void mark(int layer);
     void forgetPast(std::int32_t slot, std::int64_t length);
     [[nodiscard]] Result<void> checkLayer(int layer) const;
 
@@ -101,6 +125,8 @@ private:
     Buffer workspace_;                    // of attend
     std::vector<std::int64_t> appended_;  // [slot][layer]: positions below are written
     std::vector<BlockPair> pairs_;
+    CopyStream copies_;
+    std::int64_t capture_rows_ = 0;
     int q_layer_ = -1;  // whose q lies in q_
 };
 

@@ -19,8 +19,10 @@
 #include "comm/join.h"
 #include "comm/process.h"
 #include "kernels/attention_state.h"
+#include "kernels/profile_range.h"
 #include "shard/shard.h"
 #include "src/coordinator.h"
+#include "src/part_timer.h"
 
 namespace kvgrid {
 
@@ -109,20 +111,26 @@ std::int64_t configDigest(const CacheConfig& config) {
     return static_cast<std::int64_t>(XXH3_64bits(bytes.data(), bytes.size()));
 }
 
-// Whether the memory is there, before any rank takes some: ranks of one host would each see the
-// same free bytes. Of the CPU device, whose two tiers come out of one memory.
-Result<void> checkMemory(const comm::ProcessState& ranks, const ShardConfig& config) {
-    const Device& device = *ranks.device;
-    const Result<std::int64_t> need = Shard::memoryBytes(device, config);
-    if (!need) return tl::unexpected<Failure>(need.error());
-    if (device.kind() != DeviceKind::cpu) return {};
-    const std::int64_t share = device.freeMemory() / ranks.node_size;
-    if (*need <= share) return {};
+Result<void> checkFree(std::int64_t need, std::int64_t free, int sharers, const char* memory) {
+    const std::int64_t share = free / sharers;
+    if (need <= share) return {};
     return failure(
         ErrorCode::does_not_fit,
-        "the cache needs " + std::to_string(*need) + " bytes a rank, " + std::to_string(share) +
-            " are free for each of the " + std::to_string(ranks.node_size) +
-            " ranks of this host: " + std::to_string(*need - share) + " bytes are missing");
+        "the cache needs " + std::to_string(need) + " bytes of " + memory + " a rank, " +
+            std::to_string(share) + " are free for each of the " + std::to_string(sharers) +
+            " ranks that share it: " + std::to_string(need - share) + " bytes are missing");
+}
+
+// Whether the memory is there, before any rank takes some: ranks that share it would each see the
+// same free bytes.
+Result<void> checkMemory(const comm::ProcessState& ranks, const ShardConfig& config) {
+    const auto need = Shard::memoryBytes(*ranks.device, config);
+    if (!need) return tl::unexpected<Failure>(need.error());
+    const std::int64_t host_free = ranks.host->freeMemory();
+    if (ranks.device->kind() == DeviceKind::cpu)
+        return checkFree(need->device + need->host, host_free, ranks.node_size, "host memory");
+    return checkFree(need->device, ranks.device->freeMemory(), ranks.device_sharers, "GPU memory")
+        .and_then([&] { return checkFree(need->host, host_free, ranks.node_size, "host memory"); });
 }
 
 // The configuration with everything chosen that was left open. Local.
@@ -149,22 +157,91 @@ Result<CacheConfig> completed(CacheConfig config, int ranks) {
 
 }  // namespace
 
+struct StepGraph::State {
+    Graph graph;
+    std::int64_t rows;
+    std::vector<PartTimer::Span> spans;  // of the timed parts inside
+};
+
+StepGraph::StepGraph(std::unique_ptr<State> state) : state_(std::move(state)) {}
+StepGraph::StepGraph(StepGraph&&) noexcept = default;
+StepGraph& StepGraph::operator=(StepGraph&&) noexcept = default;
+StepGraph::~StepGraph() = default;
+
+std::int64_t StepGraph::rows() const noexcept {
+    return state_->rows;
+}
+
 struct Cache::State {
-    Process* process;
     comm::ProcessState* ranks;
     CacheConfig config;
     PlanLimits limits;
     std::int64_t block_bytes;
     Shard shard;
     comm::Join join;
+    StreamView stream;                       // of the step
+    Event order;                             // between it and other streams
     std::optional<Coordinator> coordinator;  // on rank 0
-    CacheTiming timing;
+    double begin_s = 0;
+    PartTimer parts;
     std::int64_t step = 0;  // number of the newest step
     bool open = false;      // it was not advanced yet
 
-    [[nodiscard]] StreamView streamOf(cudaStream_t stream) const {
-        return stream == nullptr ? ranks->device->defaultStream()
-                                 : StreamView(*ranks->device, stream);
+    // Waits for what still uses the memory. Where that fails, the job has ended anyway.
+    ~State() {
+        try {
+            ranks->synchronize(stream);
+        } catch (const Error&) {  // NOLINT(bugprone-empty-catch): the failure is thrown already
+        }
+        ranks->watchdog->forgetExpected();
+    }
+
+    [[nodiscard]] Device& device() const noexcept { return *ranks->device; }
+    [[nodiscard]] StreamView streamOf(cudaStream_t given) const {
+        return given == nullptr ? device().defaultStream() : StreamView(device(), given);
+    }
+
+    // `after` runs what is enqueued next only after what `before` has now.
+    void arrange(StreamView before, StreamView after) {
+        if (before.handle() == after.handle()) return;
+        order.record(before);
+        order.makeWait(after);
+    }
+
+    // Runs `work` on the stream of a call, ordered as calls are. A capture has an order of its own.
+    template <typename Work>
+    Result<void> enqueue(cudaStream_t given, const Work& work) {
+        const StreamView on = given == nullptr ? stream : StreamView(device(), given);
+        const bool capturing = device().isCapturing(on);
+        if (!capturing) arrange(stream, on);
+        Result<void> done = work(on);
+        if (!capturing) arrange(on, stream);
+        return done;
+    }
+
+    [[nodiscard]] Result<void> checkOutsideOfGraphs(const char* call) const {
+        if (!device().isCapturing(stream)) return {};
+        return failure(ErrorCode::invalid_argument,
+                       std::string(call) + " cannot be captured into a graph");
+    }
+
+    // A captured join is checked here, before anything is enqueued.
+    [[nodiscard]] Result<void> checkJoin(Output output, bool capturing) const {
+        if (output != Output::gathered || !capturing || ranks->size == 1 ||
+            ranks->transport().isCapturable())
+            return {};
+        return failure(ErrorCode::invalid_argument,
+                       "transport " + std::string(name(ranks->transport().kind())) +
+                           " is eager: its join cannot be captured into a graph");
+    }
+
+    // The step's work is enqueued: from here on it must end within the deadline.
+    void close() {
+        open = false;
+        if (device().kind() != DeviceKind::cuda) return;
+        Event done(device());
+        done.record(stream);
+        ranks->watchdog->expect(step, std::move(done));
     }
 
     [[nodiscard]] Result<void> checkStep(const Step& given) const {
@@ -203,7 +280,7 @@ struct Cache::State {
             if (Result<void> advanced = coordinator->advance(accepted); !advanced) return advanced;
         }
         shard.commit(accepted);
-        open = false;
+        close();
         return {};
     }
 };
@@ -246,15 +323,16 @@ Result<Cache> Cache::create(Process& process, const CacheConfig& given) {
     if (Result<void> agreed = control.agree(joined); !agreed)
         return tl::unexpected<Failure>(agreed.error());
 
-    auto state = std::make_unique<State>(State{.process = &process,
-                                               .ranks = &ranks,
-                                               .config = *config,
-                                               .limits = shard_config.limits,
-                                               .block_bytes = block_bytes,
-                                               .shard = std::move(*shard),
-                                               .join = std::move(*join),
-                                               .coordinator = std::nullopt,
-                                               .timing = {}});
+    std::unique_ptr<State> state(new State{.ranks = &ranks,
+                                           .config = *config,
+                                           .limits = shard_config.limits,
+                                           .block_bytes = block_bytes,
+                                           .shard = std::move(*shard),
+                                           .join = std::move(*join),
+                                           .stream = ranks.device->defaultStream(),
+                                           .order = Event(*ranks.device),
+                                           .coordinator = std::nullopt,
+                                           .parts = {}});
     if (ranks.rank == 0) {
         state->coordinator.emplace(
             CoordinatorConfig{.limits = state->limits, .block_sizes = {config->block_size}});
@@ -262,16 +340,21 @@ Result<Cache> Cache::create(Process& process, const CacheConfig& given) {
     return Cache(std::move(state));
 }
 
-Result<Step> Cache::begin(const Requests& requests) {
+Result<Step> Cache::begin(const Requests& requests, cudaStream_t stream) {
     State& state = *state_;
-    const Stopwatch watch(state.timing.begin_s);
+    if (Result<void> outside = state.checkOutsideOfGraphs("begin"); !outside)
+        return tl::unexpected<Failure>(outside.error());
+    const ProfileRange range("begin");
+    const Stopwatch watch(state.begin_s);
+    const StreamView last = std::exchange(state.stream, state.streamOf(stream));
+    state.arrange(last, state.stream);
     state.ranks->watchdog->setPlace(state.step + 1, -1);
     std::vector<std::byte> message;
     if (state.coordinator) message = state.coordinator->plan(requests.all()).encode();
     const Result<StepPlan> plan =
         StepPlan::decode(state.ranks->control->broadcast(message), state.limits);
     if (!plan) throw Error(plan.error());
-    if (Result<void> applied = state.shard.apply(*plan, state.streamOf(nullptr)); !applied)
+    if (Result<void> applied = state.shard.apply(*plan, state.stream); !applied)
         throw Error(applied.error());
 
     state.step = plan->number;
@@ -299,37 +382,117 @@ Result<void> Cache::append(const Step& step, int layer, const void* q, const voi
                            cudaStream_t stream) {
     State& state = *state_;
     if (Result<void> checked = state.checkStep(step); !checked) return checked;
-    const Stopwatch watch(state.timing.append_s);
+    const ProfileRange range("append");
     state.ranks->watchdog->setPlace(step.number(), layer);
     comm::faultPoint("append", state.ranks->rank);
-    return state.shard.append(layer, q, k, v, state.streamOf(stream));
+    return state.enqueue(stream, [&](StreamView on) {
+        return state.parts.measure(PartTimer::append, on,
+                                   [&] { return state.shard.append(layer, q, k, v, on); });
+    });
 }
 
 Result<void> Cache::attend(const Step& step, int layer, void* out, Output output,
-                           cudaStream_t stream_handle) {
+                           cudaStream_t stream) {
     State& state = *state_;
     if (Result<void> checked = state.checkStep(step); !checked) return checked;
-    if (out == nullptr && state.shard.rows() > 0)
-        return failure(ErrorCode::invalid_argument, "out is null");
-    const StreamView stream = state.streamOf(stream_handle);
     state.ranks->watchdog->setPlace(step.number(), layer);
     comm::faultPoint("attend", state.ranks->rank);
-    {
-        const Stopwatch watch(state.timing.attend_s);
-        if (Result<void> attended = state.shard.attend(layer, stream); !attended) return attended;
+    return state.enqueue(stream, [&](StreamView on) -> Result<void> {
+        const Shard::Extent extent = state.shard.extent(on);
+        if (out == nullptr && extent.rows > 0)
+            return failure(ErrorCode::invalid_argument, "out is null");
+        if (Result<void> joined = state.checkJoin(output, extent.capturing); !joined) return joined;
+        {
+            const ProfileRange range("attend");
+            const Result<void> attended = state.parts.measure(
+                PartTimer::attend, on, [&] { return state.shard.attend(layer, on); });
+            if (!attended) return attended;
+        }
+        const ProfileRange range("join");
+        return state.parts.measure(PartTimer::join, on, [&]() -> Result<void> {
+            if (output == Output::gathered) {
+                state.join.gather(state.shard.states(), extent.rows, out, on);
+            } else {
+                state.join.keep(state.shard.states(), extent.rows, out, on);
+            }
+            return {};
+        });
+    });
+}
+
+Result<StepGraph> Cache::capture(const Step& step, std::int64_t rows,
+                                 const std::function<void(cudaStream_t)>& body) {
+    State& state = *state_;
+    if (Result<void> checked = state.checkStep(step); !checked)
+        return tl::unexpected<Failure>(checked.error());
+    if (rows == 0) rows = state.shard.rows();
+    if (rows < state.shard.rows() || rows > state.limits.max_step_tokens) {
+        return failure(ErrorCode::invalid_argument,
+                       "rows: " + std::to_string(rows) + " is not in [" +
+                           std::to_string(state.shard.rows()) + ", " +
+                           std::to_string(state.limits.max_step_tokens) + "]");
     }
-    const Stopwatch watch(state.timing.join_s);
-    if (output == Output::gathered) {
-        state.join.gather(state.shard.states(), state.shard.rows(), out, stream);
-    } else {
-        state.join.keep(state.shard.states(), state.shard.rows(), out, stream);
+    if (state.device().kind() != DeviceKind::cuda)
+        return failure(ErrorCode::unavailable, "the CPU device has no graphs");
+    if (Result<void> joined = state.checkJoin(Output::gathered, true); !joined)
+        return tl::unexpected<Failure>(joined.error());
+
+    const ProfileRange range("capture");
+    std::vector<PartTimer::Span> outer = state.parts.takeSpans();
+    state.shard.setCaptureRows(rows);
+    state.device().beginCapture(state.stream);
+    const auto end = [&] {
+        state.shard.setCaptureRows(0);
+        std::vector<PartTimer::Span> inner = state.parts.takeSpans();
+        state.parts.add(outer);
+        return inner;
+    };
+    try {
+        body(static_cast<cudaStream_t>(state.stream.handle()));
+    } catch (...) {
+        static_cast<void>(end());
+        try {
+            static_cast<void>(Graph::endCapture(state.stream));
+        } catch (const Error&) {  // NOLINT(bugprone-empty-catch): the first failure counts
+        }
+        throw;
     }
+    std::vector<PartTimer::Span> spans = end();
+    return StepGraph(std::make_unique<StepGraph::State>(
+        StepGraph::State{Graph::endCapture(state.stream), rows, std::move(spans)}));
+}
+
+Result<void> Cache::replay(const Step& step, const StepGraph& graph) {
+    State& state = *state_;
+    if (Result<void> checked = state.checkStep(step); !checked) return checked;
+    if (Result<void> outside = state.checkOutsideOfGraphs("replay"); !outside) return outside;
+    const ProfileRange range("replay");
+    state.ranks->watchdog->setPlace(step.number(), -1);
+    for (const char* place : {"append", "attend", "join"})
+        comm::faultPoint(place, state.ranks->rank);
+    if (Result<void> counted = replayed(step, graph.rows()); !counted) return counted;
+    graph.state_->graph.launch(state.stream);
+    state.parts.add(graph.state_->spans);
+    return {};
+}
+
+Result<void> Cache::replayed(const Step& step, std::int64_t captured_rows) {
+    State& state = *state_;
+    if (Result<void> checked = state.checkStep(step); !checked) return checked;
+    if (state.shard.rows() > captured_rows) {
+        return failure(ErrorCode::invalid_argument,
+                       "step " + std::to_string(step.number()) + " has " +
+                           std::to_string(state.shard.rows()) +
+                           " rows, the graph was captured for " + std::to_string(captured_rows));
+    }
+    state.shard.markAppended();
     return {};
 }
 
 Result<void> Cache::advance(const Step& step) {
     State& state = *state_;
     if (Result<void> checked = state.checkStep(step); !checked) return checked;
+    if (Result<void> outside = state.checkOutsideOfGraphs("advance"); !outside) return outside;
     std::vector<std::int64_t> all;
     all.reserve(state.shard.runs().size());
     for (const Run& run : state.shard.runs())
@@ -340,11 +503,12 @@ Result<void> Cache::advance(const Step& step) {
 Result<void> Cache::advance(const Step& step, std::span<const std::int64_t> accepted) {
     State& state = *state_;
     if (Result<void> checked = state.checkStep(step); !checked) return checked;
+    if (Result<void> outside = state.checkOutsideOfGraphs("advance"); !outside) return outside;
     if (state.coordinator) return state.advance(accepted);
     // Rank 0's counts decide, but a misuse that all ranks share must leave all of them as they
     // were.
     if (Result<void> checked = state.checkAccepted(accepted); !checked) return checked;
-    state.open = false;
+    state.close();
     return {};
 }
 
@@ -360,7 +524,8 @@ Result<std::int64_t> Cache::length(SequenceId sequence) const {
 }
 
 Result<void> Cache::gather(SequenceId sequence, int layer, void* k, void* v, cudaStream_t stream) {
-    return state_->shard.gather(sequence, layer, k, v, state_->streamOf(stream));
+    return state_->enqueue(
+        stream, [&](StreamView on) { return state_->shard.gather(sequence, layer, k, v, on); });
 }
 
 const CacheConfig& Cache::config() const noexcept {
@@ -396,8 +561,17 @@ CacheStats Cache::stats() {
     return stats;
 }
 
-CacheTiming Cache::takeTiming() noexcept {
-    return std::exchange(state_->timing, {});
+void Cache::setTiming(bool on) noexcept {
+    state_->parts.setOn(on);
+}
+
+CacheTiming Cache::takeTiming() {
+    state_->ranks->synchronize(state_->stream);
+    const auto parts = state_->parts.take();
+    return {.begin_s = std::exchange(state_->begin_s, 0.0),
+            .append_s = parts[PartTimer::append],
+            .attend_s = parts[PartTimer::attend],
+            .join_s = parts[PartTimer::join]};
 }
 
 }  // namespace kvgrid

@@ -1,7 +1,6 @@
 #include <kvgrid/measure.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <numeric>
 #include <random>
@@ -31,6 +30,24 @@ Result<Probe> makeProbe(Device& device, std::int64_t runs) {
     Result<Buffer> sink = Buffer::onDevice(device, sizeof(std::uint64_t));
     if (!sink) return tl::unexpected<Failure>(sink.error());
     return Probe{std::move(*data), std::move(*order), std::move(*sink)};
+}
+
+// Of one launch; the first one is not counted.
+double medianSeconds(comm::ProcessState& ranks, const ReadRunsParams& params) {
+    Device& device = *ranks.device;
+    const StreamView stream = device.defaultStream();
+    Event from(device, true);
+    Event to(device, true);
+    std::vector<double> seconds;
+    for (int i = 0; i < repetitions + 1; ++i) {
+        ranks.control->barrier();
+        from.record(stream);
+        device.operations().readRuns(params, stream);
+        to.record(stream);
+        ranks.synchronize(stream);
+        if (i > 0) seconds.push_back(to.secondsSince(from));
+    }
+    return percentile(seconds, 0.5);
 }
 
 }  // namespace
@@ -63,7 +80,7 @@ Result<ReadCeiling> measureReadCeiling(Process& process, std::int64_t bytes) {
     std::shuffle(order.begin(), order.end(),
                  std::mt19937_64(1));  // NOLINT(cert-msc51-cpp): the same order each time
     device.copy(probe->order.data(), order.data(), probe->order.bytes(), stream);
-    device.synchronize(stream);
+    ranks.synchronize(stream);
 
     ReadRunsParams params;
     params.data = probe->data.data();
@@ -71,20 +88,16 @@ Result<ReadCeiling> measureReadCeiling(Process& process, std::int64_t bytes) {
     params.count = runs;
     params.run_bytes = run_bytes;
     params.sink = probe->sink.as<std::uint64_t>();
-    std::vector<double> seconds;
-    for (int i = 0; i < repetitions + 1; ++i) {
-        ranks.control->barrier();
-        const auto start = std::chrono::steady_clock::now();
-        device.operations().readRuns(params, stream);
-        device.synchronize(stream);
-        if (i > 0)
-            seconds.push_back(
-                std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
-    }
-    return ReadCeiling{
-        .gb_per_s = static_cast<double>(runs * run_bytes) / percentile(seconds, 0.5) / 1e9,
-        .bytes = runs * run_bytes,
-        .repetitions = repetitions};
+    const double paged = medianSeconds(ranks, params);
+    std::sort(order.begin(), order.end());
+    device.copy(probe->order.data(), order.data(), probe->order.bytes(), stream);
+    ranks.synchronize(stream);
+    const double contiguous = medianSeconds(ranks, params);
+    const auto read = static_cast<double>(runs * run_bytes);
+    return ReadCeiling{.gb_per_s = read / paged / 1e9,
+                       .contiguous_gb_per_s = read / contiguous / 1e9,
+                       .bytes = runs * run_bytes,
+                       .repetitions = repetitions};
 }
 
 }  // namespace kvgrid

@@ -8,10 +8,13 @@
 //   }
 //   cache.advance(step);                                // commits the lengths, once
 //
+// Calls take effect in call order, on whatever streams (null: the one given to begin, and there the
+// cache's own). append and attend only enqueue; begin and advance run outside of CUDA graphs.
 // Device and transport failures throw Error; the job cannot go on after one.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -107,10 +110,26 @@ struct CacheHeads {
 };
 
 struct CacheTiming {
-    double begin_s = 0;  // planning, broadcast, block copies, uploads
-    double append_s = 0;
+    double begin_s = 0;   // of the host: planning, broadcast, enqueuing copies and uploads
+    double append_s = 0;  // of the device, as all below
     double attend_s = 0;  // without the join
     double join_s = 0;    // conversion to the output format, and waiting for the slowest rank
+};
+
+// The captured work of one step, for later steps to run in one launch.
+class StepGraph {
+public:
+    StepGraph(StepGraph&&) noexcept;
+    StepGraph& operator=(StepGraph&&) noexcept;
+    ~StepGraph();
+    // The most rows that a step it runs may have.
+    [[nodiscard]] std::int64_t rows() const noexcept;
+
+private:
+    friend class Cache;
+    struct State;
+    explicit StepGraph(std::unique_ptr<State> state);
+    std::unique_ptr<State> state_;
 };
 
 class Cache {
@@ -125,7 +144,7 @@ public:
 
     // Collective. Plans the requests on rank 0 and applies the plan on all ranks. A step that was
     // not advanced is dropped: its tokens stay appended but not committed.
-    [[nodiscard]] Result<Step> begin(const Requests& requests);
+    [[nodiscard]] Result<Step> begin(const Requests& requests, cudaStream_t stream = nullptr);
 
     // Writes K and V of the step's new tokens into one layer, and keeps q for attend. Local: no
     // communication. The inputs stay as they are; repeating a call changes nothing.
@@ -141,6 +160,21 @@ public:
     //   out  [rows, query heads (all, or of this rank when sharded), head_dim]  output_format
     [[nodiscard]] Result<void> attend(const Step& step, int layer, void* out, Output output,
                                       cudaStream_t stream = nullptr);
+
+    // Captures what `body` enqueues on the stream that it is given into a CUDA graph: append and
+    // attend of every layer, and kernels of the caller's own. The graph runs any step of at most
+    // `rows` rows (0: as many as this one has), at the addresses that were captured; rows beyond
+    // the step's are left alone by append, and what attend writes there means nothing. Nothing runs
+    // now. Every rank captures the same. invalid_argument: rows beyond max_step_tokens, or a
+    // transport that is eager; unavailable: the CPU device.
+    [[nodiscard]] Result<StepGraph> capture(const Step& step, std::int64_t rows,
+                                            const std::function<void(cudaStream_t)>& body);
+    // Launches it on the step's stream, in place of append and attend. invalid_argument: the step
+    // has more rows than the graph.
+    [[nodiscard]] Result<void> replay(const Step& step, const StepGraph& graph);
+    // The same for a graph that the caller captured itself, in a step of `captured_rows` rows, and
+    // has now launched for this one on the stream given to begin: all layers count as appended.
+    [[nodiscard]] Result<void> replayed(const Step& step, std::int64_t captured_rows);
 
     // Commits the step: each running sequence grows by its new tokens, or by accepted[i] of them
     // (0 <= accepted[i] <= new tokens; i in the order of the runs answered done; rank 0's counts,
@@ -162,8 +196,11 @@ public:
     [[nodiscard]] CacheHeads heads() const noexcept;           // of this rank
     // Collective: rank 0's numbers on every rank.
     [[nodiscard]] CacheStats stats();
-    // Seconds this rank spent in each part since the last call.
-    [[nodiscard]] CacheTiming takeTiming() noexcept;
+    // From now on append, attend and join are timed by events, also inside what is captured.
+    void setTiming(bool on) noexcept;
+    // Seconds this rank spent in each part since the last call: the parts of the device while
+    // timing is on. Waits for the step's stream.
+    [[nodiscard]] CacheTiming takeTiming();
 
 private:
     struct State;

@@ -23,6 +23,8 @@ struct ProcessOptions {
     std::chrono::milliseconds timeout{60'000};
     // CPU threads of this rank; 0: its affinity mask / ranks of the node that share it.
     int threads = 0;
+    // Ranks of one host may have one GPU: for tests. Without it two ranks on one GPU are refused.
+    bool share_gpu = false;
     // Called with the reason when kvgrid is about to end this process ahead of time (the deadline
     // passed, abort): on any thread, so only what a signal handler may do is allowed. May differ
     // between ranks.
@@ -34,14 +36,16 @@ struct RankDescription {
     int rank = 0;
     std::string host;
     int pid = 0;
-    std::string device;  // "cpu AVX3_ZEN4, 2 threads"
+    std::string device;  // "cpu AVX3_ZEN4, 2 threads", "cuda NVIDIA H200 (0000:1b:00.0), sm_90"
 };
 
 namespace comm {
 struct ProcessState;  // what the library's own floors see (comm/process.h)
 }
 
-// Made once, on the main thread, which alone calls MPI. Every rank makes the same calls.
+// Made once, on the main thread, which alone calls MPI. Every rank makes the same calls. A rank's
+// GPU is the one of its number among the ranks of its host; the environment's KVGRID_DEVICE, the
+// number of a GPU, overrides that.
 class Process {
 public:
     // Starts MPI (unless it runs already), binds the device and starts the watchdog. Every rank
@@ -73,6 +77,10 @@ public:
     [[nodiscard]] const std::vector<RankDescription>& ranks() const noexcept;
     // Name and version of each library in use: "Open MPI 4.1.4", ...
     [[nodiscard]] std::vector<std::string> libraries() const;
+
+    // Waits until the work that calls without a stream of the caller's own enqueued is done. Local;
+    // under the watchdog.
+    void synchronize();
 
     // Small host-side collectives, for configuration and reports. Under the watchdog.
     void barrier();

@@ -1,6 +1,7 @@
 #include "kernels/cpu/cpu_device.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 
 #include "kernels/cpu/simd_targets.h"
@@ -28,6 +29,8 @@ constexpr Operations cpu_operations{
 // Copies and fills are cut into pieces of this size.
 constexpr std::size_t piece_bytes = std::size_t{1} << 20;
 constexpr std::size_t page_bytes = 4096;
+
+using Clock = std::chrono::steady_clock;
 
 // Calls task(offset, bytes) for consecutive pieces of [0, bytes).
 template <typename Task>
@@ -82,6 +85,28 @@ void* CpuDevice::allocate(std::size_t bytes) {
 
 void CpuDevice::deallocate(void* pointer, std::size_t bytes) noexcept {
     deallocateAligned(pointer, bytes);
+}
+
+void* CpuDevice::createEvent(bool) {
+    return new Clock::time_point();
+}
+
+void CpuDevice::destroyEvent(void* handle) noexcept {
+    delete static_cast<Clock::time_point*>(handle);
+}
+
+void CpuDevice::record(void* event, StreamView) {
+    *static_cast<Clock::time_point*>(event) = Clock::now();
+}
+
+double CpuDevice::secondsBetween(void* from, void* to) {
+    return std::chrono::duration<double>(*static_cast<Clock::time_point*>(to) -
+                                         *static_cast<Clock::time_point*>(from))
+        .count();
+}
+
+void CpuDevice::beginCapture(StreamView) {
+    throw Error(ErrorCode::unavailable, "the CPU device has no graphs");
 }
 
 void CpuDevice::copy(void* destination, const void* source, std::size_t bytes, StreamView) {

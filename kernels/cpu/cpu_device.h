@@ -19,6 +19,7 @@ public:
 
     [[nodiscard]] DeviceKind kind() const noexcept override { return DeviceKind::cpu; }
     [[nodiscard]] std::string description() const override;
+    [[nodiscard]] std::string id() const override { return {}; }
     [[nodiscard]] int threads() const noexcept override { return pool_.threads(); }
     [[nodiscard]] std::int64_t freeMemory() const override;
     [[nodiscard]] const Operations& operations() const noexcept override;
@@ -35,11 +36,19 @@ public:
     [[nodiscard]] StreamView defaultStream() noexcept override { return {*this, nullptr}; }
     [[nodiscard]] void* createStream() override { return nullptr; }
     void destroyStream(void*) noexcept override {}
-    [[nodiscard]] void* createEvent() override { return nullptr; }
-    void destroyEvent(void*) noexcept override {}
-    void record(void*, StreamView) override {}
+    // An event is when it was recorded: all earlier work was done by then.
+    [[nodiscard]] void* createEvent(bool timed) override;
+    void destroyEvent(void* handle) noexcept override;
+    void record(void* event, StreamView stream) override;
     void wait(StreamView, void*) override {}
     [[nodiscard]] bool finished(void*) override { return true; }
+    [[nodiscard]] double secondsBetween(void* from, void* to) override;
+
+    void beginCapture(StreamView) override;
+    [[nodiscard]] void* endCapture(StreamView) override { return nullptr; }
+    void launchGraph(void*, StreamView) override {}
+    void destroyGraph(void*) noexcept override {}
+    [[nodiscard]] bool isCapturing(StreamView) override { return false; }
 
     void copy(void* destination, const void* source, std::size_t bytes, StreamView stream) override;
     void fill(void* destination, std::uint8_t value, std::size_t bytes, StreamView stream) override;

@@ -83,9 +83,8 @@ CudaDevice::CudaDevice(int index, int attend_blocks) : index_(index) {
     shared_bytes_ = attributeOf(index, cudaDevAttrMaxSharedMemoryPerBlockOptin);
     attend_blocks_ = attend_blocks > 0 ? attend_blocks : multiprocessors_;
     total_bytes_ = properties.totalGlobalMem;
-    char bus_id[32] = "";
-    check(cudaDeviceGetPCIBusId(bus_id, sizeof(bus_id), index), "cudaDeviceGetPCIBusId");
-    description_ = std::string("cuda ") + properties.name + " (" + bus_id + "), sm_" +
+    id_ = cudaDeviceId(index);
+    description_ = std::string("cuda ") + properties.name + " (" + id_ + "), sm_" +
                    std::to_string(properties.major) + std::to_string(properties.minor);
     prepareAppend();
     prepareGather();
@@ -168,10 +167,11 @@ void CudaDevice::destroyStream(void* handle) noexcept {
     checkNoThrow(cudaStreamDestroy(static_cast<cudaStream_t>(handle)), "cudaStreamDestroy");
 }
 
-void* CudaDevice::createEvent() {
+void* CudaDevice::createEvent(bool timed) {
     use();
     cudaEvent_t event = nullptr;
-    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+    check(cudaEventCreateWithFlags(&event, timed ? cudaEventDefault : cudaEventDisableTiming),
+          "cudaEventCreateWithFlags");
     return event;
 }
 
@@ -181,9 +181,13 @@ void CudaDevice::destroyEvent(void* handle) noexcept {
     checkNoThrow(cudaEventDestroy(static_cast<cudaEvent_t>(handle)), "cudaEventDestroy");
 }
 
+// In a capture a plain record would be a mark of order alone, which no launch records.
 void CudaDevice::record(void* event, StreamView stream) {
     use();
-    check(cudaEventRecord(static_cast<cudaEvent_t>(event), handleOf(stream)), "cudaEventRecord");
+    check(cudaEventRecordWithFlags(
+              static_cast<cudaEvent_t>(event), handleOf(stream),
+              isCapturing(stream) ? cudaEventRecordExternal : cudaEventRecordDefault),
+          "cudaEventRecordWithFlags");
 }
 
 void CudaDevice::wait(StreamView stream, void* event) {
@@ -194,13 +198,61 @@ void CudaDevice::wait(StreamView stream, void* event) {
 
 bool CudaDevice::finished(void* event) {
     use();
+    // Else a query would break a capture that a caller made in the global mode.
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
     const cudaError_t status = cudaEventQuery(static_cast<cudaEvent_t>(event));
+    check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
     if (status == cudaErrorNotReady) {
         (void)cudaGetLastError();
         return false;
     }
     check(status, "cudaEventQuery");
     return true;
+}
+
+double CudaDevice::secondsBetween(void* from, void* to) {
+    use();
+    float milliseconds = 0;
+    check(cudaEventElapsedTime(&milliseconds, static_cast<cudaEvent_t>(from),
+                               static_cast<cudaEvent_t>(to)),
+          "cudaEventElapsedTime");
+    return milliseconds * 1e-3;
+}
+
+void CudaDevice::beginCapture(StreamView stream) {
+    use();
+    check(cudaStreamBeginCapture(handleOf(stream), cudaStreamCaptureModeThreadLocal),
+          "cudaStreamBeginCapture");
+}
+
+void* CudaDevice::endCapture(StreamView stream) {
+    use();
+    cudaGraph_t graph = nullptr;
+    check(cudaStreamEndCapture(handleOf(stream), &graph), "cudaStreamEndCapture");
+    cudaGraphExec_t executable = nullptr;
+    const cudaError_t status = cudaGraphInstantiate(&executable, graph, 0);
+    checkNoThrow(cudaGraphDestroy(graph), "cudaGraphDestroy");
+    check(status, "cudaGraphInstantiate");
+    return executable;
+}
+
+void CudaDevice::launchGraph(void* graph, StreamView stream) {
+    use();
+    check(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), handleOf(stream)),
+          "cudaGraphLaunch");
+}
+
+void CudaDevice::destroyGraph(void* graph) noexcept {
+    if (graph == nullptr) return;
+    checkNoThrow(cudaSetDevice(index_), "cudaSetDevice");
+    checkNoThrow(cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph)), "cudaGraphExecDestroy");
+}
+
+bool CudaDevice::isCapturing(StreamView stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(handleOf(stream), &status), "cudaStreamIsCapturing");
+    return status != cudaStreamCaptureStatusNone;
 }
 
 void CudaDevice::copy(void* destination, const void* source, std::size_t bytes, StreamView stream) {
@@ -225,6 +277,32 @@ void CudaDevice::synchronize(StreamView stream) {
 
 std::unique_ptr<Device> makeCudaDevice(int index) {
     return std::make_unique<cuda::CudaDevice>(index);
+}
+
+int cudaDeviceCount() {
+    int count = 0;
+    if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
+    (void)cudaGetLastError();
+    return 0;
+}
+
+std::string cudaDeviceId(int index) {
+    std::array<char, 32> bus_id{};
+    cuda::check(cudaDeviceGetPCIBusId(bus_id.data(), static_cast<int>(bus_id.size()), index),
+                "cudaDeviceGetPCIBusId");
+    return bus_id.data();
+}
+
+std::string cudaLibrary() {
+    const auto text = [](int version) {
+        return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+    };
+    int runtime = 0;
+    int driver = 0;
+    cuda::check(cudaRuntimeGetVersion(&runtime), "cudaRuntimeGetVersion");
+    cuda::check(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
+    return "CUDA " + text(runtime) +
+           (driver == 0 ? " (no driver)" : " (driver " + text(driver) + ")");
 }
 
 }  // namespace kvgrid

@@ -13,7 +13,7 @@
 
 namespace kvgrid::cuda {
 
-class CudaDevice final : public Device {
+class CudaDevice : public Device {
 public:
     // The GPU that CUDA counts as `index`. unavailable: no driver, no such GPU, none that this
     // build has code for. attend_blocks: how many blocks of threads attend, 0 for as many as the
@@ -23,6 +23,7 @@ public:
 
     [[nodiscard]] DeviceKind kind() const noexcept override { return DeviceKind::cuda; }
     [[nodiscard]] std::string description() const override { return description_; }
+    [[nodiscard]] std::string id() const override { return id_; }
     [[nodiscard]] int threads() const noexcept override { return 0; }
     [[nodiscard]] std::int64_t freeMemory() const override;
     [[nodiscard]] const Operations& operations() const noexcept override;
@@ -35,11 +36,18 @@ public:
     [[nodiscard]] StreamView defaultStream() noexcept override { return {*this, stream_}; }
     [[nodiscard]] void* createStream() override;
     void destroyStream(void* handle) noexcept override;
-    [[nodiscard]] void* createEvent() override;
+    [[nodiscard]] void* createEvent(bool timed) override;
     void destroyEvent(void* handle) noexcept override;
     void record(void* event, StreamView stream) override;
     void wait(StreamView stream, void* event) override;
     [[nodiscard]] bool finished(void* event) override;
+    [[nodiscard]] double secondsBetween(void* from, void* to) override;
+
+    void beginCapture(StreamView stream) override;
+    [[nodiscard]] void* endCapture(StreamView stream) override;
+    void launchGraph(void* graph, StreamView stream) override;
+    void destroyGraph(void* graph) noexcept override;
+    [[nodiscard]] bool isCapturing(StreamView stream) override;
 
     // Asynchronous where the host side, if any, is from allocateHost.
     void copy(void* destination, const void* source, std::size_t bytes, StreamView stream) override;
@@ -60,6 +68,7 @@ private:
     int shared_bytes_ = 0;
     int attend_blocks_ = 0;
     std::size_t total_bytes_ = 0;
+    std::string id_;
     std::string description_;
     void* stream_ = nullptr;
 };

@@ -19,6 +19,7 @@ public:
     [[nodiscard]] std::string description() const override { return inner_->description(); }
     [[nodiscard]] int rank() const noexcept override { return inner_->rank(); }
     [[nodiscard]] int size() const noexcept override { return inner_->size(); }
+    [[nodiscard]] bool isCapturable() const noexcept override { return false; }
     void broadcast(std::span<std::byte> data, int root, StreamView stream) override {
         ++broadcasts;
         inner_->broadcast(data, root, stream);

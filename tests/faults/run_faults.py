@@ -15,7 +15,8 @@ gets `--timeout SECONDS` appended, and must have been built with KVGRID_FAULT_IN
   throw   One rank fails alone (`--throw RANK` appended, tests' own job only). The job must end with
           that rank's exit code, 3.
 
-In every case no process of the job is left (zombies aside) and nothing new is in /dev/shm. Entries
+In every case no process of the job is left (zombies aside), nothing new is in /dev/shm and, with
+--gpu, the GPU's memory is free again. Entries
 that a living process of another job has mapped are that job's. Exit code 0: all cases held.
 """
 
@@ -84,12 +85,19 @@ def new_in_shm(before):
     return new
 
 
+def gpu_memory():
+    """MiB in use on all GPUs together."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return sum(int(line) for line in subprocess.check_output(query, text=True).split())
+
+
 class Job:
     """mpirun with the program, its output by line, and when each line came."""
 
     def __init__(self, options, arguments, fault):
         self.id = uuid.uuid4().hex
         self.shm_before = set(os.listdir("/dev/shm"))
+        self.gpu_before = gpu_memory() if options.gpu else None
         self.scratch = tempfile.mkdtemp(prefix="kvgrid-")
         environment = dict(os.environ, TMPDIR=self.scratch, OMPI_ALLOW_RUN_AS_ROOT="1",
                            OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1", **{MARKER: self.id})
@@ -160,6 +168,13 @@ def finish(job, hurt_at, bound):
         new &= new_in_shm(job.shm_before)
     if new:
         problems.append("left in /dev/shm: " + ", ".join(sorted(new)))
+    if job.gpu_before is not None:
+        end = time.monotonic() + 2  # the driver takes a moment
+        while gpu_memory() > job.gpu_before and time.monotonic() < end:
+            time.sleep(0.1)
+        left = gpu_memory() - job.gpu_before
+        if left > 0:
+            problems.append(f"{left} MiB left on the GPU")
     return took, problems
 
 
@@ -231,6 +246,7 @@ def parse_arguments():
     parser.add_argument("--random", type=int, default=4, help="kills at random moments")
     parser.add_argument("--window", type=float, default=1.5, help="seconds from the joining of MPI to them")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gpu", action="store_true", help="the GPU's memory must be free again")
     parser.add_argument("--verdict", action="store_true",
                         help="rank 0, where it is not the one hurt, must print FAILED: reason")
     parser.add_argument("--throw", action="store_true", help="also cases where one rank throws")
