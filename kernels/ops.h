@@ -27,7 +27,8 @@ namespace kvgrid {
 // Where K and V of a token lie. Byte strides, so that every layout and format is the same code:
 //   key row    = data + layer * layer_stride + block * block_stride + head * head_stride + within *
 //   token_stride value row  = key row + value_offset
-// A row is head_dim contiguous elements of `format`. `layer` counts within the layer group.
+// A row is head_dim contiguous elements of `format`; on CUDA its 16-byte chunks are permuted as
+// storedChunk (kernels/paging.h) says. `layer` counts within the layer group.
 struct PoolView {
     std::byte* data = nullptr;
     std::int64_t max_num_blocks = 0;

@@ -34,6 +34,12 @@ __device__ Pack<float, count> rotated(const AppendParams& params, const void* he
     return numbers;
 }
 
+// Where element `at` of a 16-bit row lies in it.
+__device__ __forceinline__ int storedElement(std::int64_t position, int at, int head_dim) {
+    constexpr int per_chunk = 8;
+    return storedChunk(position, at / per_chunk, head_dim / per_chunk) * per_chunk + at % per_chunk;
+}
+
 // Blocks of threads: x runs, y shares of a run's rows. A thread does `count` elements at a time.
 template <int count>
 __global__ void __launch_bounds__(threads)
@@ -65,11 +71,12 @@ __global__ void __launch_bounds__(threads)
             if (!is_key) head -= params.kv_heads;
             const std::int64_t head_row = row * params.kv_heads + head;
             std::byte* const key = keyRow(pool, params.layer, block, head, within);
+            const int to = storedElement(position, at, params.head_dim);
             if (is_key)
-                storeNumbers<count>(pool.format, key, at,
+                storeNumbers<count>(pool.format, key, to,
                                     rotated<count>(params, params.k, head_row, row, at));
             else
-                storeNumbers<count>(pool.format, key + pool.value_offset, at,
+                storeNumbers<count>(pool.format, key + pool.value_offset, to,
                                     loadNumbers<count>(params.input_format, params.v,
                                                        head_row * params.head_dim + at));
         }

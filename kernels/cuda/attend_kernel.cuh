@@ -3,11 +3,13 @@
 //
 // A block of threads has four warps, and stays for the whole launch. Each warp computes a leaf (a
 // stripe of 256 tokens) by itself: it keeps tiles of K and V coming into its own ring of shared
-// memory (cp.async), also across leaves and units, so that memory never waits for arithmetic.
-// Tokens are the rows of the matrix products and query rows their 8 columns:
+// memory (attend_fetch.cuh), also across leaves and units, so that memory never waits for
+// arithmetic. Tokens are the rows of the matrix products and query rows their 8 columns:
 //   scores [tokens, rows] = K [tokens, head_dim] * Q^T,    out^T [head_dim, rows] += V^T * weights
-// with Q rounded to the format of K, weights to that of V, and sums in fp32. Within a leaf tiles
-// come in order with a running maximum (Milakov and Gimelshein, arXiv 1805.02867). Four sibling
+// with weights rounded to the format of V, and sums in fp32. Q is rounded to the format of K; for
+// bf16 what the rounding left out, rounded again, is a second product: the errors of a query's 8
+// bits would add to every score, and take outputs beyond their bound. Within a leaf tiles come in
+// order with a running maximum (Milakov and Gimelshein, arXiv 1805.02867). Four sibling
 // leaves fold in shared memory; their unit's tree folds in registers.
 //
 // A column is computed as if it were alone: no choice depends on the other rows of the tile, and a
@@ -17,184 +19,12 @@
 
 #include <cuda_runtime.h>
 
+#include "kernels/cuda/attend_fetch.cuh"
 #include "kernels/cuda/attend_launch.h"
-#include "kernels/cuda/attend_schedule.cuh"
-#include "kernels/cuda/ptx.cuh"
-#include "kernels/paging.h"
 
 namespace kvgrid::cuda {
 
 inline constexpr int attend_threads = attend_warps * warp_size;
-
-// Sizes that follow from the head dim.
-template <int head_dim>
-struct AttendShape {
-    static constexpr int tile_tokens = head_dim > 128 ? 16 : 32;
-    static constexpr int tiles = stripe_tokens / tile_tokens;  // of a leaf
-    static constexpr int row_chunks = head_dim / 8;            // of 16 bytes
-    static constexpr int row_bytes = head_dim * 2;
-    static constexpr int tile_bytes = tile_tokens * row_bytes;
-    static constexpr int steps = head_dim / 16;  // of a product over the head dim
-    // The four leaves' states on their way into the fold. Rows are 4 numbers longer than a state,
-    // so that the threads of a warp write to different banks.
-    static constexpr int exchange_stride = head_dim + 4;
-    static constexpr int exchange_numbers = attend_warps * tile_rows * (exchange_stride + 1);
-    // Levels of a unit's fold that are kept in registers; deeper ones are in local memory.
-    static constexpr int register_levels = head_dim > 128 ? 0 : 3;
-
-    static constexpr int sharedBytes(int stages) {
-        return attend_warps * stages * (tile_bytes + 4) + 4 * exchange_numbers;
-    }
-};
-
-// Where 16-byte chunk `chunk` of row `row` of a tile lies: rows are permuted so that 8 rows of one
-// chunk lie in different banks.
-template <int row_chunks>
-__device__ __forceinline__ int chunkAt(int row, int chunk) {
-    static_assert(row_chunks % 2 == 0);
-    constexpr int shift = row_chunks % 8 == 0 ? 0 : row_chunks % 4 == 0 ? 1 : 2;
-    return row * row_chunks + (chunk ^ ((row & 7) >> shift));
-}
-
-__device__ __forceinline__ void waitCopiesUpTo(int pending) {
-    static_assert(most_stages == 8);
-    switch (pending) {
-    case 0:
-        return waitCopies<0>();
-    case 1:
-        return waitCopies<1>();
-    case 2:
-        return waitCopies<2>();
-    case 3:
-        return waitCopies<3>();
-    case 4:
-        return waitCopies<4>();
-    case 5:
-        return waitCopies<5>();
-    default:
-        return waitCopies<6>();
-    }
-}
-
-// Fetches the tiles of a warp's leaves, in the order in which the warp will want them: for each
-// leaf K and V of its first tile, of its second, ... One group of copies a tile, also where nothing
-// is fetched.
-template <int head_dim>
-class TileFetcher {
-    using Shape = AttendShape<head_dim>;
-
-public:
-    __device__ TileFetcher(const AttendLaunch& launch, int step_bits, int warp, std::byte* ring,
-                           std::uint32_t* present)
-        : params_(launch.params),
-          cursor_(launch.params, step_bits),
-          next_unit_(blockIdx.x),
-          warp_(warp),
-          stages_(launch.stages),
-          ring_(sharedAddress(ring)),
-          present_(present) {
-        round_ = -1;
-        unit_.round_bits = -1;
-        nextLeaf();
-    }
-
-    __device__ void fetch() {
-        if (active_) {
-            if (step_ == 2 * Shape::tiles) nextLeaf();
-            if (active_) fetchTile();
-        }
-        commitCopies();
-        stage_ = stage_ + 1 == stages_ ? 0 : stage_ + 1;
-    }
-
-private:
-    __device__ void nextLeaf() {
-        step_ = 0;
-        while (true) {
-            ++round_;
-            if (unit_.round_bits < 0 || round_ >> unit_.round_bits != 0) {
-                active_ = cursor_.find(next_unit_, unit_);
-                if (!active_) return;
-                next_unit_ += gridDim.x;
-                round_ = 0;
-            }
-            const std::int64_t stripe = unit_.stripeAt(
-                (unit_.first_round + round_) * attend_warps + warp_, params_.context_ranks);
-            if (stripe >= unit_.stripes()) continue;
-            const std::int64_t position = stripe * stripe_tokens;
-            logical_ = position / params_.pool.block_size;
-            within_ = position - logical_ * params_.pool.block_size;
-            const std::int64_t left = unit_.last_position - position + 1;
-            tokens_ = static_cast<int>(left < stripe_tokens ? left : stripe_tokens);
-            return;
-        }
-    }
-
-    // K of the leaf's token `token`; null when it is past the end or its block is absent.
-    __device__ const std::byte* keyOf(int token) const {
-        if (token >= tokens_) return nullptr;
-        const PoolView& pool = params_.pool;
-        std::int64_t within = within_ + token;
-        std::int64_t logical = logical_;
-        if (within >= pool.block_size) {
-            // Less than a stripe further: in the next block, unless blocks are small.
-            std::int64_t blocks = 1;
-            if (pool.block_size < stripe_tokens)
-                blocks = static_cast<std::uint32_t>(within) /
-                         static_cast<std::uint32_t>(pool.block_size);
-            logical += blocks;
-            within -= blocks * pool.block_size;
-        }
-        const std::int64_t block =
-            findBlock(params_.tables, unit_.slot, logical, pool.max_num_blocks);
-        if (block == no_block) return nullptr;
-        return keyRow(pool, params_.layer, block, unit_.kv_head, within);
-    }
-
-    __device__ void fetchTile() {
-        const int lane = static_cast<int>(threadIdx.x) % warp_size;
-        const bool is_value = (step_ & 1) != 0;
-        const int row = lane % Shape::tile_tokens;
-        const std::byte* source = keyOf((step_ >> 1) * Shape::tile_tokens + row);
-        const std::uint32_t present = __ballot_sync(all_lanes, source != nullptr);
-        if (lane == 0) present_[stage_] = present;
-        ++step_;
-        if (present == 0) return;
-        // Some address that may be read, for rows of which nothing is.
-        source = source == nullptr ? params_.pool.data
-                                   : source + (is_value ? params_.pool.value_offset : 0);
-        const std::uint32_t to = ring_ + static_cast<std::uint32_t>(stage_ * Shape::tile_bytes);
-        constexpr int copies = Shape::tile_tokens * Shape::row_chunks / warp_size;
-#pragma unroll 4
-        for (int i = 0; i < copies; ++i) {
-            const int index = i * warp_size + lane;
-            const int to_row = index / Shape::row_chunks;
-            const int chunk = index % Shape::row_chunks;
-            const auto address =
-                __shfl_sync(all_lanes, reinterpret_cast<unsigned long long>(source), to_row);
-            copyAsync(
-                to + static_cast<std::uint32_t>(chunkAt<Shape::row_chunks>(to_row, chunk) * 16),
-                reinterpret_cast<const std::byte*>(address) + chunk * 16,
-                (present >> to_row & 1) != 0 ? 16 : 0);
-        }
-    }
-
-    const AttendParams& params_;
-    UnitCursor<false> cursor_;
-    std::int64_t next_unit_;
-    Unit unit_;
-    std::int64_t round_;
-    std::int64_t logical_ = 0;  // of the leaf's first token
-    std::int64_t within_ = 0;
-    int tokens_ = 0;  // of the leaf, up to the tile's last position
-    int step_ = 0;    // two a tile: K, V
-    bool active_ = false;
-    int warp_;
-    int stages_;
-    int stage_ = 0;
-    std::uint32_t ring_;
-    std::uint32_t* present_;  // [stages]: which tokens of the tile there are
-};
 
 // A warp's state of one leaf. A thread has rows 2 * (lane % 4) and + 1 of the tile, in that order
 // in its arrays, and of those states the elements 16 i + lane / 4 (sums[i][0], [1]) and + 8 ([2],
@@ -224,6 +54,10 @@ public:
                 float2 pair = make_float2(0.0F, 0.0F);
                 if (exists) pair = *reinterpret_cast<const float2*>(q + 16 * i + 8 * half);
                 queries_[i][half] = Product::pack(pair.x, pair.y);
+                if constexpr (Product::splits_queries) {
+                    const float2 rounded = Product::unpack(queries_[i][half]);
+                    query_rests_[i][half] = Product::pack(pair.x - rounded.x, pair.y - rounded.y);
+                }
             }
     }
 
@@ -301,8 +135,8 @@ public:
             for (int i = 0; i < Shape::steps; ++i) {
                 std::uint32_t values[4];
                 const int chunk = 2 * i + (lane / 8 & 1);
-                loadTransposed(values, tile + static_cast<std::uint32_t>(
-                                                  chunkAt<Shape::row_chunks>(row, chunk) * 16));
+                loadTransposed(values,
+                               tile + static_cast<std::uint32_t>(storedChunkAt(row, chunk) * 16));
                 Product::multiply(sums_[i], values, weights_[t][0], weights_[t][1]);
             }
         }
@@ -332,7 +166,13 @@ public:
     }
 
 private:
-    // Two sums a score, over the even and the odd steps, so that products wait less for each other.
+    // In 16-byte chunks of a tile, whose rows lie as in the pool: its first position is a multiple
+    // of 8.
+    static __device__ __forceinline__ int storedChunkAt(int row, int chunk) {
+        return row * Shape::row_chunks + storedChunk(row, chunk, Shape::row_chunks);
+    }
+
+    // Two sums a score, so that products wait less for each other.
     __device__ void multiplyKeys(std::uint32_t tile, float (&scores)[token_steps][4]) {
         const int lane = static_cast<int>(threadIdx.x) % warp_size;
         float odd[token_steps][4];
@@ -349,11 +189,13 @@ private:
             for (int t = 0; t < token_steps; ++t) {
                 const int row = 16 * t + lane % 16;
                 std::uint32_t keys[4];
-                loadMatrices(keys,
-                             tile + static_cast<std::uint32_t>(
-                                        chunkAt<Shape::row_chunks>(row, 2 * i + lane / 16) * 16));
+                loadMatrices(keys, tile + static_cast<std::uint32_t>(
+                                              storedChunkAt(row, 2 * i + lane / 16) * 16));
                 Product::multiply(i % 2 == 0 ? scores[t] : odd[t], keys, queries_[i][0],
                                   queries_[i][1]);
+                if constexpr (Product::splits_queries)
+                    Product::multiply(i % 2 == 0 ? odd[t] : scores[t], keys, query_rests_[i][0],
+                                      query_rests_[i][1]);
             }
 #pragma unroll
         for (int t = 0; t < token_steps; ++t)
@@ -378,6 +220,7 @@ private:
     }
 
     std::uint32_t queries_[Shape::steps][2];
+    std::uint32_t query_rests_[Product::splits_queries ? Shape::steps : 1][2];
     std::uint32_t weights_[token_steps][2];
     float sums_[Shape::steps][4];
     float top_[2];
@@ -495,20 +338,30 @@ __global__ void __launch_bounds__(attend_threads, 1)
     const AttendParams& params = launch.params;
     const int warp = static_cast<int>(threadIdx.x) / warp_size;
     const int lane = static_cast<int>(threadIdx.x) % warp_size;
-    std::byte* const ring = shared + warp * launch.stages * Shape::tile_bytes;
-    auto* const exchange =
-        reinterpret_cast<float*>(shared + attend_warps * launch.stages * Shape::tile_bytes);
+    // The tiles of all warps, then what is exchanged, then barriers and presence.
+    const int ring_bytes = launch.stages * Shape::tile_bytes;
+    auto* const exchange = reinterpret_cast<float*>(shared + attend_warps * ring_bytes);
     float* const exchange_lse = exchange + attend_warps * tile_rows * Shape::exchange_stride;
-    auto* const present =
-        reinterpret_cast<std::uint32_t*>(exchange + Shape::exchange_numbers) + warp * launch.stages;
+    auto* const barriers = reinterpret_cast<std::uint64_t*>(exchange + Shape::exchange_numbers);
+    auto* const present = reinterpret_cast<std::uint32_t*>(barriers + attend_warps * launch.stages);
+    const Ring ring{sharedAddress(shared + warp * ring_bytes),
+                    sharedAddress(barriers + warp * launch.stages), present + warp * launch.stages,
+                    launch.stages};
+#if __CUDA_ARCH__ >= 900
+    if (lane == 0) {
+        for (int stage = 0; stage < ring.stages; ++stage)
+            initBarrier(ring.barriers + static_cast<std::uint32_t>(stage * 8));
+        fenceBarriers();
+    }
+    __syncwarp();
+#endif
 
     const int step_bits = stepBits(launch);
-    TileFetcher<head_dim> fetcher(launch, step_bits, warp, ring, present);
+    TileFetcher<head_dim> fetcher(launch, step_bits, warp, ring);
     for (int i = 1; i < launch.stages; ++i)
         fetcher.fetch();
 
     const int group = params.query_heads / params.kv_heads;
-    int stage = 0;
     UnitCursor<false> cursor(params, step_bits);
     Unit unit;
     for (std::int64_t index = blockIdx.x; cursor.find(index, unit); index += gridDim.x) {
@@ -541,14 +394,12 @@ __global__ void __launch_bounds__(attend_threads, 1)
                 leaf.clear();
 #pragma unroll 1
                 for (int step = 0; step < 2 * Shape::tiles; ++step) {
-                    waitCopiesUpTo(launch.stages - 2);
-                    __syncwarp();
+                    const int stage = fetcher.wait();
                     const std::uint32_t tile =
-                        sharedAddress(ring) + static_cast<std::uint32_t>(stage * Shape::tile_bytes);
-                    const std::uint32_t tokens = present[stage];
+                        ring.tiles + static_cast<std::uint32_t>(stage * Shape::tile_bytes);
+                    const std::uint32_t tokens = ring.present[stage];
                     // Into the tile that was worked on last.
                     fetcher.fetch();
-                    stage = stage + 1 == launch.stages ? 0 : stage + 1;
                     if (tokens == 0) continue;
                     if (step % 2 == 0)
                         leaf.addScores(tile, tokens, step / 2 * Shape::tile_tokens, params.scale,
@@ -569,7 +420,9 @@ __global__ void __launch_bounds__(attend_threads, 1)
         }
         storeUnit<head_dim>(params, unit, state);
     }
+#if __CUDA_ARCH__ < 900
     waitCopies<0>();
+#endif
 }
 
 template <NumberFormat format, int head_dim>

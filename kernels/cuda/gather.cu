@@ -33,7 +33,8 @@ __global__ void __launch_bounds__(threads)
             uint4 data = make_uint4(0, 0, 0, 0);
             if (block != no_block) {
                 const std::byte* const key = keyRow(pool, params.layer, block, head, within);
-                data = reinterpret_cast<const uint4*>(is_key ? key : key + pool.value_offset)[pack];
+                data = reinterpret_cast<const uint4*>(
+                    is_key ? key : key + pool.value_offset)[storedChunk(position, pack, row_packs)];
             }
             auto* const to = static_cast<uint4*>(is_key ? params.k : params.v);
             to[(token * params.kv_heads + head) * row_packs + pack] = data;

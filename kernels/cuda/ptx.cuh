@@ -32,6 +32,80 @@ __device__ __forceinline__ void waitCopies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
+__device__ __forceinline__ void waitCopiesUpTo(int pending) {
+    switch (pending) {
+    case 0:
+        return waitCopies<0>();
+    case 1:
+        return waitCopies<1>();
+    case 2:
+        return waitCopies<2>();
+    case 3:
+        return waitCopies<3>();
+    case 4:
+        return waitCopies<4>();
+    case 5:
+        return waitCopies<5>();
+    default:
+        return waitCopies<6>();
+    }
+}
+
+// 16 bytes of shared memory.
+__device__ __forceinline__ void storeZeros(std::uint32_t to) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+}
+
+#if __CUDA_ARCH__ >= 900
+
+// A barrier in shared memory that one thread arrives at and that counts the bytes of bulk copies.
+__device__ __forceinline__ void initBarrier(std::uint32_t barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+}
+
+// Arrives; the phase ends when so many bytes have come too.
+__device__ __forceinline__ void expectBytes(std::uint32_t barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
+// Global to shared memory, 16-byte aligned, a multiple of 16 bytes.
+__device__ __forceinline__ void copyBulk(std::uint32_t to, const std::byte* from, int bytes,
+                                         std::uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(to),
+        "l"(from), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+// Returns when the phase of this parity has ended.
+__device__ __forceinline__ void waitBarrier(std::uint32_t barrier, unsigned parity) {
+    unsigned done = 0;
+    while (done == 0)
+        asm volatile(
+            "{\n"
+            ".reg .pred complete;\n"
+            "mbarrier.try_wait.parity.shared::cta.b64 complete, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, complete;\n"
+            "}"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+}
+
+// Barriers that were initialised may be used by bulk copies.
+__device__ __forceinline__ void fenceBarriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// This thread's writes to shared memory come before its bulk copies that follow.
+__device__ __forceinline__ void fenceBulkCopies() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+#endif
+
 // Four 8 x 8 matrices of 16-bit numbers; lane i gives the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void loadMatrices(std::uint32_t (&out)[4], std::uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -70,6 +144,8 @@ template <>
 struct Products<NumberFormat::bf16> {
     // Softmax weights are multiplied by this before they are rounded.
     static constexpr float weight_scale = 1.0F;
+    // Queries are multiplied in two parts: 8 bits are too few.
+    static constexpr bool splits_queries = true;
 
     // Two numbers rounded to nearest even, `low` in the lower half.
     [[nodiscard]] static __device__ __forceinline__ std::uint32_t pack(float low, float high) {
@@ -94,6 +170,7 @@ template <>
 struct Products<NumberFormat::fp16> {
     // fp16 has few exponents: weights down to 2^-24 of the largest stay normal.
     static constexpr float weight_scale = 1024.0F;
+    static constexpr bool splits_queries = false;
 
     [[nodiscard]] static __device__ __forceinline__ std::uint32_t pack(float low, float high) {
         std::uint32_t out;

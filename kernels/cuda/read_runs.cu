@@ -5,6 +5,7 @@
 
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/operations.h"
+#include "kernels/cuda/ptx.cuh"
 
 namespace kvgrid::cuda {
 namespace {
@@ -68,38 +69,6 @@ __device__ __forceinline__ unsigned long long sumOf(const uint4& numbers) {
 }
 
 #if __CUDA_ARCH__ >= 900
-
-__device__ __forceinline__ void initBarrier(std::uint32_t barrier) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void expectBytes(std::uint32_t barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                 : "memory");
-}
-
-__device__ __forceinline__ void copyBulk(std::uint32_t to, const std::byte* from, int bytes,
-                                         std::uint32_t barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-            "r"(to),
-        "l"(from), "r"(bytes), "r"(barrier)
-        : "memory");
-}
-
-__device__ __forceinline__ void waitBarrier(std::uint32_t barrier, unsigned parity) {
-    unsigned done = 0;
-    while (done == 0)
-        asm volatile(
-            "{\n"
-            ".reg .pred complete;\n"
-            "mbarrier.try_wait.parity.shared::cta.b64 complete, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, complete;\n"
-            "}"
-            : "=r"(done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-}
 
 __device__ unsigned long long readAll(const ReadRunsParams& params, std::byte* shared) {
     __shared__ std::uint64_t barriers[stages];

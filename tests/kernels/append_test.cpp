@@ -138,12 +138,12 @@ protected:
                     for (int head = 0; head < model.kv_heads; ++head) {
                         const auto numbers =
                             rotatedHead(world, inputs, kind, run.slot, position, head);
-                        const std::size_t at = world.elementAt(run.slot, position, head, 0, kind);
                         const auto format = model.format == NumberFormat::fp16
                                                 ? oracle::Format::fp16
                                                 : oracle::Format::bf16;
                         for (std::size_t i = 0; i < numbers.size(); ++i)
-                            expected[at + i] =
+                            expected[world.elementAt(run.slot, position, head, static_cast<int>(i),
+                                                     kind)] =
                                 toBits(model.format,
                                        static_cast<float>(oracle::rounded(numbers[i], format)));
                     }

@@ -25,6 +25,7 @@
 #include "kernels/device.h"
 #include "kernels/number_formats.h"
 #include "kernels/ops.h"
+#include "kernels/paging.h"
 #include "launch/oracle.h"
 
 namespace kvgrid {
@@ -281,11 +282,14 @@ private:
             const std::int64_t key = params.layer * pool.layer_stride + block * pool.block_stride +
                                      kv_head * pool.head_stride +
                                      token % block_size * pool.token_stride;
-            for (std::size_t i = 0; i < dim; ++i) {
-                k[static_cast<std::size_t>(token) * dim + i] =
-                    pattern_->at(key + 2 * static_cast<std::int64_t>(i));
-                v[static_cast<std::size_t>(token) * dim + i] =
-                    pattern_->at(key + pool.value_offset + 2 * static_cast<std::int64_t>(i));
+            for (int i = 0; i < shape_->head_dim; ++i) {
+                constexpr int chunk = 8;
+                const std::int64_t stored =
+                    2 *
+                    (storedChunk(token, i / chunk, shape_->head_dim / chunk) * chunk + i % chunk);
+                const auto to = static_cast<std::size_t>(token * shape_->head_dim + i);
+                k[to] = pattern_->at(key + stored);
+                v[to] = pattern_->at(key + pool.value_offset + stored);
             }
         }
         return oracle::attention(q, k, v, static_cast<double>(params.scale));

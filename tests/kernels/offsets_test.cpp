@@ -49,8 +49,8 @@ protected:
                 pool.data + layer * pool.layer_stride +
                 ids[static_cast<std::size_t>(token / pool.block_size)] * pool.block_stride +
                 token % pool.block_size * pool.token_stride;
-            EXPECT_TRUE(sameBits(rowOf(k, token), download(row)));
-            EXPECT_TRUE(sameBits(rowOf(v, token), download(row + pool.value_offset)));
+            EXPECT_TRUE(sameBits(rowOf(k, token), download(row, token)));
+            EXPECT_TRUE(sameBits(rowOf(v, token), download(row + pool.value_offset, token)));
         }
         const auto gathered_k = DeviceArray<std::uint16_t>::poisoned(device, k.size());
         const auto gathered_v = DeviceArray<std::uint16_t>::poisoned(device, v.size());
@@ -74,10 +74,14 @@ protected:
         return {numbers.begin() + token * head_dim, numbers.begin() + (token + 1) * head_dim};
     }
 
-    std::vector<std::uint16_t> download(const std::byte* row) const {
-        std::vector<std::uint16_t> bits(head_dim);
-        device_->copy(bits.data(), row, row_bytes, device_->defaultStream());
+    std::vector<std::uint16_t> download(const std::byte* row, std::int64_t position) const {
+        std::vector<std::uint16_t> stored(head_dim);
+        device_->copy(stored.data(), row, row_bytes, device_->defaultStream());
         device_->synchronize(device_->defaultStream());
+        std::vector<std::uint16_t> bits;
+        for (int i = 0; i < head_dim; ++i)
+            bits.push_back(
+                stored[static_cast<std::size_t>(storedElement(*device_, position, i, head_dim))]);
         return bits;
     }
 

@@ -168,7 +168,8 @@ public:
                                   head * pool_.head_stride +
                                   position % pool_.block_size * pool_.token_stride +
                                   (kind == Kind::v ? pool_.value_offset : 0);
-        return static_cast<std::size_t>(byte / 2 + element);
+        return static_cast<std::size_t>(
+            byte / 2 + storedElement(*device_, position, element, model_.head_dim));
     }
 
     // Leaves only one logical block of a sequence in its table; the others get ids out of range.
@@ -221,12 +222,10 @@ private:
     void writeToken(int slot, std::int64_t position) {
         const int id = sequences_[static_cast<std::size_t>(slot)].id;
         for (const Kind kind : {Kind::k, Kind::v})
-            for (int head = 0; head < model_.kv_heads; ++head) {
-                const std::size_t at = elementAt(slot, position, head, 0, kind);
+            for (int head = 0; head < model_.kv_heads; ++head)
                 for (int element = 0; element < model_.head_dim; ++element)
-                    image_[at + static_cast<std::size_t>(element)] =
+                    image_[elementAt(slot, position, head, element, kind)] =
                         model_.stored(kind, id, position, head, element);
-            }
     }
 
     Device* device_;
