@@ -13,6 +13,7 @@
 
 #include "comm/mpi_support.h"
 #include "comm/transport.h"
+#include "comm/transport_checks.h"
 
 namespace kvgrid::comm {
 namespace {
@@ -31,20 +32,6 @@ MPI_Op mpiOperation(Reduction reduction) {
         return MPI_MAX;
     }
     throw Error(ErrorCode::internal, "all-reduce: unknown reduction");
-}
-
-// A wrong size on one rank would leave the others waiting: it ends the job instead.
-void require(bool holds, const char* operation, const char* what) {
-    if (!holds) throw Error(ErrorCode::internal, fmt::format("{}: {}", operation, what));
-}
-
-std::size_t total(Counts counts) {
-    std::size_t bytes = 0;
-    for (const std::int64_t count : counts) {
-        require(count >= 0, "transport", "a count is negative");
-        bytes += static_cast<std::size_t>(count);
-    }
-    return bytes;
 }
 
 void copyBytes(std::span<std::byte> destination, std::span<const std::byte> source) {
@@ -123,7 +110,7 @@ MpiTransport::~MpiTransport() {
 }
 
 void MpiTransport::broadcast(std::span<std::byte> data, int root, StreamView stream) {
-    require(root >= 0 && root < size_, "broadcast", "no such root");
+    checkBroadcast(root, size_);
     stream.device().synchronize(stream);
     const Watch watch(*watchdog_, "broadcast");
     broadcastParts(data, root, "broadcast");
@@ -153,8 +140,7 @@ void MpiTransport::gatherByBroadcasts(std::span<std::byte> receive, Counts count
 void MpiTransport::allGather(std::span<const std::byte> send, std::span<std::byte> receive,
                              StreamView stream) {
     const auto ranks = static_cast<std::size_t>(size_);
-    require(receive.size() == ranks * send.size(), "all-gather",
-            "the receive span does not hold size() times the send span");
+    checkAllGather(send, receive, size_);
     stream.device().synchronize(stream);
     if (send.empty()) return;
     const Watch watch(*watchdog_, "all-gather");
@@ -176,11 +162,7 @@ void MpiTransport::allGatherUneven(std::span<const std::byte> send, std::span<st
                                    Counts counts, StreamView stream) {
     constexpr const char* operation = "uneven all-gather";
     const auto self = static_cast<std::size_t>(rank_);
-    require(counts.size() == static_cast<std::size_t>(size_), operation, "not one count a rank");
-    require(counts[self] == static_cast<std::int64_t>(send.size()), operation,
-            "this rank's count differs from its send span");
-    require(receive.size() == total(counts), operation,
-            "the receive span does not hold the sum of the counts");
+    checkAllGatherUneven(send, receive, counts, rank_, size_);
     stream.device().synchronize(stream);
     if (receive.empty()) return;
     const Watch watch(*watchdog_, operation);
@@ -205,14 +187,9 @@ void MpiTransport::allGatherUneven(std::span<const std::byte> send, std::span<st
 void MpiTransport::allToAll(std::span<const std::byte> send, Counts send_counts,
                             std::span<std::byte> receive, Counts receive_counts,
                             StreamView stream) {
+    checkAllToAll(send, send_counts, receive, receive_counts, rank_, size_);
     const auto ranks = static_cast<std::size_t>(size_);
     const auto self = static_cast<std::size_t>(rank_);
-    require(send_counts.size() == ranks && receive_counts.size() == ranks, "all-to-all",
-            "not one count a rank");
-    require(send.size() == total(send_counts) && receive.size() == total(receive_counts),
-            "all-to-all", "a span does not hold the sum of its counts");
-    require(send_counts[self] == receive_counts[self], "all-to-all",
-            "this rank's counts for itself differ");
     stream.device().synchronize(stream);
     const Watch watch(*watchdog_, "all-to-all");
 

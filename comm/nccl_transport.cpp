@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include "comm/transport.h"
+#include "comm/transport_checks.h"
 
 namespace kvgrid::comm {
 namespace {
@@ -143,6 +144,7 @@ NcclTransport::~NcclTransport() {
 }
 
 void NcclTransport::broadcast(std::span<std::byte> data, int root, StreamView stream) {
+    checkBroadcast(root, size_);
     if (data.empty()) return;
     const Watch watch(*watchdog_, "broadcast");
     check(ncclBroadcast(data.data(), data.data(), data.size(), ncclUint8, root, communicator_,
@@ -152,6 +154,7 @@ void NcclTransport::broadcast(std::span<std::byte> data, int root, StreamView st
 
 void NcclTransport::allGather(std::span<const std::byte> send, std::span<std::byte> receive,
                               StreamView stream) {
+    checkAllGather(send, receive, size_);
     if (send.empty()) return;
     const Watch watch(*watchdog_, "all-gather");
     check(ncclAllGather(send.data(), receive.data(), send.size(), ncclUint8, communicator_,
@@ -161,6 +164,7 @@ void NcclTransport::allGather(std::span<const std::byte> send, std::span<std::by
 
 void NcclTransport::allGatherUneven(std::span<const std::byte> send, std::span<std::byte> receive,
                                     std::span<const std::int64_t> counts, StreamView stream) {
+    checkAllGatherUneven(send, receive, counts, rank_, size_);
     const Watch watch(*watchdog_, "uneven all-gather");
     Group group;
     std::byte* to = receive.data();
@@ -180,6 +184,7 @@ void NcclTransport::allToAll(std::span<const std::byte> send,
                              std::span<const std::int64_t> send_counts,
                              std::span<std::byte> receive,
                              std::span<const std::int64_t> receive_counts, StreamView stream) {
+    checkAllToAll(send, send_counts, receive, receive_counts, rank_, size_);
     const Watch watch(*watchdog_, "all-to-all");
     Group group;
     const std::byte* from = send.data();
@@ -212,6 +217,8 @@ void NcclTransport::reduce(void* values, std::size_t count, ncclDataType_t type,
 }
 
 void NcclTransport::barrier(StreamView stream) {
+    if (device_->isCapturing(stream))
+        throw Error(ErrorCode::invalid_argument, "barrier: the host waits, so it is not captured");
     const Watch watch(*watchdog_, "barrier");
     reduce(token_.data(), 1, ncclInt64, Reduction::maximum, stream);
     device_->synchronize(stream);

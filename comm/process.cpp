@@ -173,9 +173,10 @@ Result<void> makeDataTransport(comm::ProcessState& state) {
         const auto root = state.control->broadcast(bytes);
         std::copy(root.begin(), root.end(), bytes.begin());
     };
+    const bool shared = state.control->maximum(state.device_sharers) > 1;
     state.data_transport = comm::makeNcclTransport(
         *state.watchdog, *state.device,
-        {.rank = state.rank, .size = state.size, .share_gpu = state.device_sharers > 1}, exchange);
+        {.rank = state.rank, .size = state.size, .share_gpu = shared}, exchange);
     return {};
 }
 

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <numeric>
 #include <utility>
 
 #include "comm/transport.h"
@@ -10,7 +9,8 @@ namespace {
 class StagedTransport final : public Transport {
 public:
     StagedTransport(Watchdog& watchdog, Device& device)
-        : device_(&device),
+        : watchdog_(&watchdog),
+          device_(&device),
           host_(makeCpuDevice(1)),
           mpi_(makeMpiTransport(watchdog)) {}
 
@@ -62,7 +62,7 @@ public:
     }
 
     void barrier(StreamView stream) override {
-        device_->synchronize(stream);
+        synchronize(stream);
         mpi_->barrier(host_->defaultStream());
     }
 
@@ -89,13 +89,10 @@ private:
 
     // A copy of `data`, once the stream's earlier work is done.
     std::span<std::byte> outgoing(std::span<const std::byte> data, StreamView stream) {
-        if (device_->isCapturing(stream)) {
-            throw Error(ErrorCode::invalid_argument,
-                        "transport mpi: an eager collective cannot be captured into a graph");
-        }
+        requireEager(stream);
         const auto staged = room(outgoing_, data.size());
         device_->copy(staged.data(), data.data(), data.size(), stream);
-        device_->synchronize(stream);
+        synchronize(stream);
         return staged;
     }
 
@@ -105,9 +102,22 @@ private:
 
     void deliver(std::span<const std::byte> staged, std::span<std::byte> data, StreamView stream) {
         device_->copy(data.data(), staged.data(), data.size(), stream);
+        synchronize(stream);
+    }
+
+    void requireEager(StreamView stream) {
+        if (!device_->isCapturing(stream)) return;
+        throw Error(ErrorCode::invalid_argument,
+                    "transport mpi: an eager collective cannot be captured into a graph");
+    }
+
+    void synchronize(StreamView stream) {
+        requireEager(stream);
+        const Watch watch(*watchdog_, "the device's work");
         device_->synchronize(stream);
     }
 
+    Watchdog* watchdog_;
     Device* device_;
     std::unique_ptr<Device> host_;
     std::unique_ptr<Transport> mpi_;

@@ -79,8 +79,8 @@ public:
 struct NcclOptions {
     int rank = 0;
     int size = 1;
-    // Ranks may have the GPU of another: each says that its host is its own, and all together use
-    // few enough thread blocks to run at once.
+    // Some ranks have the GPU of another, the same on every rank: each says that its host is its
+    // own, and all together use few enough thread blocks to run at once.
     bool share_gpu = false;
 };
 

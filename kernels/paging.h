@@ -27,9 +27,9 @@ KVGRID_HOST_DEVICE std::byte* keyRow(const PoolView& pool, std::int64_t layer, s
            head * pool.head_stride + within * pool.token_stride;
 }
 
-// On CUDA: where 16-byte chunk `chunk` of a row of row_chunks (even) lies in the row of the token at
-// `position`. Rows are permuted so that one chunk of 8 consecutive tokens lies in different banks of
-// shared memory, into which whole runs of rows are copied as they are.
+// On CUDA: where 16-byte chunk `chunk` of a row of row_chunks (even) lies in the row of the token
+// at `position`. Rows are permuted so that one chunk of 8 consecutive tokens lies in different
+// banks of shared memory, into which whole runs of rows are copied as they are.
 KVGRID_HOST_DEVICE constexpr int storedChunk(std::int64_t position, int chunk, int row_chunks) {
     const int shift = row_chunks % 8 == 0 ? 0 : row_chunks % 4 == 0 ? 1 : 2;
     return chunk ^ (static_cast<int>(position & 7) >> shift);

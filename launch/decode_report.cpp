@@ -34,10 +34,13 @@ void describeCache(Report& report, const Process& process, const DecodeSetup& se
     const std::string blocks = config.layout == PoolLayout::contiguous
                                    ? "one block a sequence"
                                    : fmt::format("blocks of {} tokens", config.block_size);
-    report.note(fmt::format("cache: {} over {}, grid {}, {} KV, {} output, {}, {}, {}",
+    const std::string launch = setup.graph                            ? ", a CUDA graph a step"
+                               : process.device() == DeviceKind::cuda ? ", eager"
+                                                                      : "";
+    report.note(fmt::format("cache: {} over {}, grid {}, {} KV, {} output, {}, {}{}",
                             name(process.device()), name(process.transport()), grid,
                             name(config.kv_format), name(config.output_format), name(config.layout),
-                            blocks, setup.graph ? "a CUDA graph a step" : "no graphs"));
+                            blocks, launch));
     report.fact("device", std::string(name(process.device())));
     report.fact("transport", std::string(name(process.transport())));
     report.fact("grid", grid);

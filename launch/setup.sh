@@ -59,6 +59,16 @@ install_packages() {
     }
 }
 
+# cuda_options   sets the array of that name to what preset cuda is configured with here: NCCL may be missing
+cuda_options() {
+    local folder
+    cuda_options=(-DKVGRID_NCCL=OFF)
+    for folder in "$(dirname "$(command -v nvcc)")/../include" "$(dirname "$(command -v nvcc)")"/../targets/*/include \
+        /usr/include /usr/local/include; do
+        if [[ -f $folder/nccl.h ]]; then cuda_options=(-DKVGRID_NCCL=ON); fi
+    done
+}
+
 # Open MPI refuses to run as root unless told twice.
 if ((EUID == 0)); then
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1

@@ -195,6 +195,7 @@ Result<void> Shard::append(int layer, const void* q, const void* k, const void* 
     device_->operations().append(params, stream);
 
     q_layer_ = q != nullptr ? layer : -1;
+    q_captured_ = extent.capturing;
     if (!extent.capturing) mark(layer);
     return {};
 }
@@ -203,7 +204,7 @@ Result<void> Shard::attend(int layer, StreamView stream) {
     if (Result<void> checked = checkLayer(layer); !checked) return checked;
     const Extent extent = this->extent(stream);
     if (extent.rows == 0) return {};
-    if (q_layer_ != layer) {
+    if (q_layer_ != layer || q_captured_ != extent.capturing) {
         return failure(ErrorCode::invalid_argument,
                        "layer " + std::to_string(layer) +
                            " is attended before its q was appended in this step");

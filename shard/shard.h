@@ -127,7 +127,8 @@ private:
     std::vector<BlockPair> pairs_;
     CopyStream copies_;
     std::int64_t capture_rows_ = 0;
-    int q_layer_ = -1;  // whose q lies in q_
+    int q_layer_ = -1;         // whose q lies in q_
+    bool q_captured_ = false;  // or will, when the capture is launched
 };
 
 }  // namespace kvgrid

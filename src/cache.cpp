@@ -219,8 +219,8 @@ struct Cache::State {
         return done;
     }
 
-    [[nodiscard]] Result<void> checkOutsideOfGraphs(const char* call) const {
-        if (!device().isCapturing(stream)) return {};
+    [[nodiscard]] Result<void> checkOutsideOfGraphs(const char* call, StreamView on) const {
+        if (!device().isCapturing(on)) return {};
         return failure(ErrorCode::invalid_argument,
                        std::string(call) + " cannot be captured into a graph");
     }
@@ -342,12 +342,15 @@ Result<Cache> Cache::create(Process& process, const CacheConfig& given) {
 
 Result<Step> Cache::begin(const Requests& requests, cudaStream_t stream) {
     State& state = *state_;
-    if (Result<void> outside = state.checkOutsideOfGraphs("begin"); !outside)
-        return tl::unexpected<Failure>(outside.error());
+    const StreamView next = state.streamOf(stream);
+    for (const StreamView on : {state.stream, next}) {
+        if (Result<void> outside = state.checkOutsideOfGraphs("begin", on); !outside)
+            return tl::unexpected<Failure>(outside.error());
+    }
     const ProfileRange range("begin");
     const Stopwatch watch(state.begin_s);
-    const StreamView last = std::exchange(state.stream, state.streamOf(stream));
-    state.arrange(last, state.stream);
+    state.arrange(state.stream, next);
+    state.stream = next;
     state.ranks->watchdog->setPlace(state.step + 1, -1);
     std::vector<std::byte> message;
     if (state.coordinator) message = state.coordinator->plan(requests.all()).encode();
@@ -434,6 +437,8 @@ Result<StepGraph> Cache::capture(const Step& step, std::int64_t rows,
     }
     if (state.device().kind() != DeviceKind::cuda)
         return failure(ErrorCode::unavailable, "the CPU device has no graphs");
+    if (Result<void> outside = state.checkOutsideOfGraphs("capture", state.stream); !outside)
+        return tl::unexpected<Failure>(outside.error());
     if (Result<void> joined = state.checkJoin(Output::gathered, true); !joined)
         return tl::unexpected<Failure>(joined.error());
 
@@ -465,7 +470,8 @@ Result<StepGraph> Cache::capture(const Step& step, std::int64_t rows,
 Result<void> Cache::replay(const Step& step, const StepGraph& graph) {
     State& state = *state_;
     if (Result<void> checked = state.checkStep(step); !checked) return checked;
-    if (Result<void> outside = state.checkOutsideOfGraphs("replay"); !outside) return outside;
+    if (Result<void> outside = state.checkOutsideOfGraphs("replay", state.stream); !outside)
+        return outside;
     const ProfileRange range("replay");
     state.ranks->watchdog->setPlace(step.number(), -1);
     for (const char* place : {"append", "attend", "join"})
@@ -492,7 +498,8 @@ Result<void> Cache::replayed(const Step& step, std::int64_t captured_rows) {
 Result<void> Cache::advance(const Step& step) {
     State& state = *state_;
     if (Result<void> checked = state.checkStep(step); !checked) return checked;
-    if (Result<void> outside = state.checkOutsideOfGraphs("advance"); !outside) return outside;
+    if (Result<void> outside = state.checkOutsideOfGraphs("advance", state.stream); !outside)
+        return outside;
     std::vector<std::int64_t> all;
     all.reserve(state.shard.runs().size());
     for (const Run& run : state.shard.runs())
@@ -503,7 +510,8 @@ Result<void> Cache::advance(const Step& step) {
 Result<void> Cache::advance(const Step& step, std::span<const std::int64_t> accepted) {
     State& state = *state_;
     if (Result<void> checked = state.checkStep(step); !checked) return checked;
-    if (Result<void> outside = state.checkOutsideOfGraphs("advance"); !outside) return outside;
+    if (Result<void> outside = state.checkOutsideOfGraphs("advance", state.stream); !outside)
+        return outside;
     if (state.coordinator) return state.advance(accepted);
     // Rank 0's counts decide, but a misuse that all ranks share must leave all of them as they
     // were.

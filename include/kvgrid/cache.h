@@ -143,7 +143,8 @@ public:
     ~Cache();
 
     // Collective. Plans the requests on rank 0 and applies the plan on all ranks. A step that was
-    // not advanced is dropped: its tokens stay appended but not committed.
+    // not advanced is dropped: its tokens stay appended but not committed. A stream must live until
+    // the next begin, and the last one until the cache ends.
     [[nodiscard]] Result<Step> begin(const Requests& requests, cudaStream_t stream = nullptr);
 
     // Writes K and V of the step's new tokens into one layer, and keeps q for attend. Local: no

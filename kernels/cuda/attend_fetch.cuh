@@ -40,15 +40,19 @@ struct Ring {
     int stages;
 };
 
-// One leaf on its way in.
+// One leaf on its way in. What a lane holds of it is of its tile number `lane`, where a tile is one
+// run of memory, else of the leaf's block number `lane`.
 struct LeafSource {
     bool there = false;
     int kv_head;
-    int tokens;            // of the leaf, up to the tile's last position
-    std::int32_t slot;     // of the block table
-    std::int64_t logical;  // block of the leaf's first token
-    std::int64_t within;   // its place there
-    std::int64_t block;    // this lane's: of logical + lane
+    int tokens;               // of the leaf, up to the tile's last position
+    std::int32_t slot;        // of the block table
+    std::int64_t logical;     // block of the leaf's first token
+    std::int64_t within;      // its place there
+    std::int64_t block;       // the lane's
+    std::int64_t offset;      // of the lane's tile in its block, in tokens
+    const std::byte* source;  // K of the lane's tile
+    int rows;                 // of it that there are
 };
 
 // Fetches the tiles of a warp's leaves, in the order in which the warp will want them: for each
@@ -64,6 +68,8 @@ public:
           cursor_(launch.params, step_bits),
           next_unit_(blockIdx.x),
           warp_(warp),
+          whole_tiles_(launch.params.pool.token_stride == Shape::row_bytes &&
+                       launch.params.pool.block_size % Shape::tile_tokens == 0),
           ring_(ring) {
         round_ = -1;
         unit_.round_bits = -1;
@@ -72,9 +78,17 @@ public:
     }
 
     // Starts the next tile, into the stage after the last one's; nothing after the last leaf.
-    __device__ void fetch() {
-        if (leaf_.there && step_ == 2 * Shape::tiles) turnToNext();
-        if (leaf_.there) fetchTile();
+    __device__ __forceinline__ void fetch() {
+        // What is seldom lies out of the way: the loop that this is in must stay in the instruction
+        // cache.
+        if (__builtin_expect(leaf_.there && step_ == 2 * Shape::tiles, 0)) turnToNext();
+        if (leaf_.there) {
+            if (__builtin_expect(whole_tiles_, 1))
+                fetchWholeTile();
+            else
+                fetchTile();
+            ++step_;
+        }
 #if __CUDA_ARCH__ < 900
         commitCopies();
 #endif
@@ -82,7 +96,7 @@ public:
     }
 
     // Waits for the oldest tile that was not waited for; returns its stage.
-    __device__ int wait() {
+    __device__ __forceinline__ int wait() {
         const int stage = waited_;
 #if __CUDA_ARCH__ >= 900
         waitBarrier(ring_.barriers + static_cast<std::uint32_t>(stage * 8), phase_);
@@ -97,11 +111,29 @@ public:
         return stage;
     }
 
+    // The oldest tile that was not taken, once it is there; starts another. Returns which of its
+    // tokens there are.
+    __device__ __forceinline__ std::uint32_t take(std::uint32_t& tile) {
+        const int stage = wait();
+        tile = ring_.tiles + static_cast<std::uint32_t>(stage * Shape::tile_bytes);
+        const std::uint32_t present = ring_.present[stage];
+        fetch();
+        return present;
+    }
+
 private:
     __device__ void turnToNext() {
         leaf_ = next_;
         step_ = 0;
-        if (leaf_.there) findNext();
+        if (!leaf_.there) return;
+        if (whole_tiles_) {
+            if (leaf_.block == no_block)
+                leaf_.rows = 0;
+            else
+                leaf_.source =
+                    keyRow(params_.pool, params_.layer, leaf_.block, leaf_.kv_head, leaf_.offset);
+        }
+        findNext();
     }
 
     __device__ void findNext() {
@@ -125,13 +157,59 @@ private:
             next_.logical = position / pool.block_size;
             next_.within = position - next_.logical * pool.block_size;
             next_.tokens = static_cast<int>(left < stripe_tokens ? left : stripe_tokens);
-            const int lane = static_cast<int>(threadIdx.x) % warp_size;
             next_.block = no_block;
-            if (lane <= blocksBefore(next_, next_.tokens - 1))
-                next_.block = findBlock(params_.tables, next_.slot, next_.logical + lane,
+            const int lane = static_cast<int>(threadIdx.x) % warp_size;
+            int before = lane;
+            if (whole_tiles_) {
+                const int token = lane * Shape::tile_tokens;
+                const int rows = next_.tokens - token;
+                next_.rows = min(max(rows, 0), Shape::tile_tokens);
+                before = next_.rows > 0 ? blocksBefore(next_, token) : 0;
+                next_.offset = next_.within + token - before * pool.block_size;
+            }
+            if (before <= blocksBefore(next_, next_.tokens - 1))
+                next_.block = findBlock(params_.tables, next_.slot, next_.logical + before,
                                         pool.max_num_blocks);
             return;
         }
+    }
+
+    // Of a tile that lies in one run. Tokens past the end are the last rows.
+    __device__ __forceinline__ void fetchWholeTile() {
+        const int lane = static_cast<int>(threadIdx.x) % warp_size;
+        const int tile = step_ >> 1;
+        const int rows = __shfl_sync(all_lanes, leaf_.rows, tile);
+        const auto address =
+            __shfl_sync(all_lanes, reinterpret_cast<unsigned long long>(leaf_.source), tile);
+        const bool is_value = (step_ & 1) != 0;
+        const std::byte* const source = reinterpret_cast<const std::byte*>(address) +
+                                        (is_value ? params_.pool.value_offset : 0);
+        const std::uint32_t present = rows == warp_size ? all_lanes : (1U << rows) - 1;
+        const std::uint32_t to =
+            ring_.tiles + static_cast<std::uint32_t>(stage_ * Shape::tile_bytes);
+#if __CUDA_ARCH__ >= 900
+        if (__builtin_expect(rows != Shape::tile_tokens && rows != 0 && is_value && lane >= rows &&
+                                 lane < Shape::tile_tokens,
+                             0))
+            clearRow(to, lane);
+        if (lane == 0) {
+            ring_.present[stage_] = present;
+            const std::uint32_t barrier = ring_.barriers + static_cast<std::uint32_t>(stage_ * 8);
+            expectBytes(barrier, rows * Shape::row_bytes);
+            if (rows != 0) copyBulk(to, source, rows * Shape::row_bytes, barrier);
+        }
+#else
+        if (lane == 0) ring_.present[stage_] = present;
+        if (rows == 0) return;
+        constexpr int copies = Shape::tile_tokens * Shape::row_chunks / warp_size;
+#pragma unroll 4
+        for (int i = 0; i < copies; ++i) {
+            const int index = i * warp_size + lane;
+            const bool there = index < rows * Shape::row_chunks;
+            copyAsync(to + static_cast<std::uint32_t>(index * 16),
+                      there ? source + index * 16 : source, there ? 16 : 0);
+        }
+#endif
     }
 
     // How many blocks after the leaf's first one its token `token` lies.
@@ -170,7 +248,6 @@ private:
             Shape::tile_tokens == warp_size ? all_lanes : (1U << Shape::tile_tokens) - 1;
         const std::uint32_t present = __ballot_sync(all_lanes, source != nullptr) & tile_mask;
         if (lane == 0) ring_.present[stage_] = present;
-        ++step_;
         if (source != nullptr && is_value) source += params_.pool.value_offset;
         const std::uint32_t to =
             ring_.tiles + static_cast<std::uint32_t>(stage_ * Shape::tile_bytes);
@@ -182,6 +259,13 @@ private:
     }
 
 #if __CUDA_ARCH__ >= 900
+    // 0 x NaN is NaN, so rows of V that no copy writes must be numbers.
+    static __device__ void clearRow(std::uint32_t tile, int row) {
+        for (int chunk = 0; chunk < Shape::row_chunks; ++chunk)
+            storeZeros(tile + static_cast<std::uint32_t>(row * Shape::row_bytes + chunk * 16));
+        fenceBulkCopies();
+    }
+
     // A run of rows that lie behind each other is one copy, issued by the lane of its first row.
     __device__ void copyRuns(const std::byte* source, std::uint32_t present, std::uint32_t to,
                              bool is_value) {
@@ -191,12 +275,7 @@ private:
         const bool here = lane < Shape::tile_tokens && source != nullptr;
         const bool first = here && (lane == 0 || before + Shape::row_bytes != address);
         const std::uint32_t ends = __ballot_sync(all_lanes, first || !here);
-        if (is_value && !here && lane < Shape::tile_tokens && present != 0) {
-            // 0 x NaN is NaN, so what no copy writes must be numbers.
-            for (int chunk = 0; chunk < Shape::row_chunks; ++chunk)
-                storeZeros(to + static_cast<std::uint32_t>(lane * Shape::row_bytes + chunk * 16));
-            fenceBulkCopies();
-        }
+        if (is_value && !here && lane < Shape::tile_tokens && present != 0) clearRow(to, lane);
         const std::uint32_t barrier = ring_.barriers + static_cast<std::uint32_t>(stage_ * 8);
         if (lane == 0) expectBytes(barrier, __popc(present) * Shape::row_bytes);
         __syncwarp();
@@ -235,6 +314,7 @@ private:
     LeafSource next_;
     int step_ = 0;  // of leaf_: two a tile, K and V
     int warp_;
+    bool whole_tiles_;  // each lies in one run of memory
     Ring ring_;
     int stage_ = 0;
     int waited_ = 0;

@@ -35,6 +35,9 @@ class Leaf {
     using Product = Products<format>;
     static constexpr int token_steps = Shape::tile_tokens / 16;
     static constexpr float log2_e = 1.44269504F;
+    static constexpr float ln_2 = 0.693147181F;
+    static constexpr std::uint32_t tile_mask =
+        Shape::tile_tokens == warp_size ? all_lanes : (1U << Shape::tile_tokens) - 1;
 
 public:
     // rows of the tile beyond `rows` are zeros.
@@ -81,17 +84,35 @@ public:
         float scores[token_steps][4];
         multiplyKeys(tile, scores);
 
-        const int lane = static_cast<int>(threadIdx.x) % warp_size;
+        // Times log2(e), for powers of two.
+        const float factor = scale * log2_e;
         float top[2] = {empty_lse, empty_lse};
+        const bool all_visible = present == tile_mask &&
+                                 first + Shape::tile_tokens - 1 <= limits[0] &&
+                                 first + Shape::tile_tokens - 1 <= limits[1];
+        if (__builtin_expect(__all_sync(all_lanes, all_visible) != 0, 1)) {
+#pragma unroll
+            for (int t = 0; t < token_steps; ++t)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    scores[t][i] *= factor;
+        } else {
+            const int lane = static_cast<int>(threadIdx.x) % warp_size;
+#pragma unroll
+            for (int t = 0; t < token_steps; ++t)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int token = 16 * t + 8 * (i / 2) + lane / 4;
+                    const bool visible =
+                        (present >> token & 1) != 0 && first + token <= limits[i % 2];
+                    scores[t][i] = visible ? scores[t][i] * factor : empty_lse;
+                }
+        }
 #pragma unroll
         for (int t = 0; t < token_steps; ++t)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int token = 16 * t + 8 * (i / 2) + lane / 4;
-                const bool visible = (present >> token & 1) != 0 && first + token <= limits[i % 2];
-                scores[t][i] = visible ? scores[t][i] * scale : empty_lse;
+            for (int i = 0; i < 4; ++i)
                 top[i % 2] = fmaxf(top[i % 2], scores[t][i]);
-            }
         float factors[2];
         float base[2];
 #pragma unroll
@@ -102,7 +123,7 @@ public:
             top[e] = fmaxf(top[e], top_[e]);
             // Without any score yet: -inf minus itself would be NaN.
             base[e] = top[e] == empty_lse ? 0.0F : top[e];
-            factors[e] = powerOfTwo((top_[e] - base[e]) * log2_e);
+            factors[e] = powerOfTwo(top_[e] - base[e]);
             top_[e] = top[e];
         }
         rescale(factors);
@@ -113,7 +134,7 @@ public:
                 float weights[2];
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    weights[e] = powerOfTwo((scores[t][2 * half + e] - base[e]) * log2_e);
+                    weights[e] = powerOfTwo(scores[t][2 * half + e] - base[e]);
                     weight_[e] += weights[e];
                 }
                 const std::uint32_t pair = Product::pack(weights[0] * Product::weight_scale,
@@ -161,7 +182,7 @@ public:
                 to[16 * i] = sums_[i][e] * factor;
                 to[16 * i + 8] = sums_[i][2 + e] * factor;
             }
-            if (lane < 4) lse[row] = empty ? empty_lse : top_[e] + logf(weight_[e]);
+            if (lane < 4) lse[row] = empty ? empty_lse : top_[e] * ln_2 + logf(weight_[e]);
         }
     }
 
@@ -206,7 +227,9 @@ private:
 
     __device__ void rescale(const float (&factors)[2]) {
         // Multiplying by 1 changes nothing, and seldom is it anything else.
-        if (__any_sync(all_lanes, factors[0] != 1.0F || factors[1] != 1.0F) == 0) return;
+        if (__builtin_expect(__any_sync(all_lanes, factors[0] != 1.0F || factors[1] != 1.0F) == 0,
+                             1))
+            return;
 #pragma unroll
         for (int i = 0; i < Shape::steps; ++i)
 #pragma unroll
@@ -223,7 +246,7 @@ private:
     std::uint32_t query_rests_[Product::splits_queries ? Shape::steps : 1][2];
     std::uint32_t weights_[token_steps][2];
     float sums_[Shape::steps][4];
-    float top_[2];
+    float top_[2];             // of the scores times log2(e)
     float weight_[2];          // this thread's share of the sum of weights
     float rounded_weight_[2];  // the same of what the products see, times weight_scale
 };
@@ -367,6 +390,12 @@ __global__ void __launch_bounds__(attend_threads, 1)
     for (std::int64_t index = blockIdx.x; cursor.find(index, unit); index += gridDim.x) {
         Leaf<format, head_dim> leaf;
         leaf.loadQueries(params, unit);
+        std::int64_t positions[2];  // of the thread's rows; -1: there is none
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const int row = lane % 4 * 2 + e;
+            positions[e] = row < unit.rows ? unit.query(row, group).position : -1;
+        }
         UnitFold<head_dim> fold;
         RowPart<head_dim> state;
         for (std::int64_t round = 0; round >> unit.round_bits == 0; ++round) {
@@ -383,29 +412,19 @@ __global__ void __launch_bounds__(attend_threads, 1)
                 // How far the thread's rows see into the stripe.
                 int limits[2];
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int row = lane % 4 * 2 + e;
-                    const std::int64_t limit =
-                        unit.query(row, group).position - stripe * stripe_tokens;
-                    limits[e] = row < unit.rows
-                                    ? static_cast<int>(min(limit, std::int64_t{stripe_tokens}))
-                                    : -1;
-                }
+                for (int e = 0; e < 2; ++e)
+                    limits[e] = static_cast<int>(max(
+                        std::int64_t{-1},
+                        min(positions[e] - stripe * stripe_tokens, std::int64_t{stripe_tokens})));
                 leaf.clear();
 #pragma unroll 1
-                for (int step = 0; step < 2 * Shape::tiles; ++step) {
-                    const int stage = fetcher.wait();
-                    const std::uint32_t tile =
-                        ring.tiles + static_cast<std::uint32_t>(stage * Shape::tile_bytes);
-                    const std::uint32_t tokens = ring.present[stage];
-                    // Into the tile that was worked on last.
-                    fetcher.fetch();
-                    if (tokens == 0) continue;
-                    if (step % 2 == 0)
-                        leaf.addScores(tile, tokens, step / 2 * Shape::tile_tokens, params.scale,
-                                       limits);
-                    else
-                        leaf.addValues(tile);
+                for (int first = 0; first < stripe_tokens; first += Shape::tile_tokens) {
+                    // K, then V. The next tile goes into the one that was worked on last.
+                    std::uint32_t tile;
+                    const std::uint32_t keys_present = fetcher.take(tile);
+                    if (keys_present != 0)
+                        leaf.addScores(tile, keys_present, first, params.scale, limits);
+                    if (fetcher.take(tile) != 0) leaf.addValues(tile);
                 }
             }
             __syncthreads();  // the last round's states have been read

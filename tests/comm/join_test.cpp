@@ -5,12 +5,12 @@
 #include <bit>
 #include <cmath>
 #include <limits>
-#include <tuple>
 
 #include <gtest/gtest.h>
 
 #include "kernels/number_formats.h"
 #include "tests/comm/guarded_bytes.h"
+#include "tests/comm/transports.h"
 
 namespace kvgrid::comm {
 namespace {
@@ -51,114 +51,129 @@ void appendRounded(std::vector<std::byte>& bytes, float value, NumberFormat form
     }
 }
 
-using Case = std::tuple<NumberFormat, std::int64_t, int>;  // output format, local heads, head dim
-
-class JoinTest : public testing::TestWithParam<Case> {
-protected:
-    [[nodiscard]] std::int64_t heads() const { return std::get<1>(GetParam()); }
-    [[nodiscard]] int headDim() const { return std::get<2>(GetParam()); }
-    [[nodiscard]] NumberFormat format() const { return std::get<0>(GetParam()); }
-
-    [[nodiscard]] Join makeJoin() {
-        return Join::create(*transport_, *device_, {max_rows, heads(), headDim(), format()})
-            .value();
-    }
-
-    // The states of one rank, [rows, heads, head_dim] fp32.
-    [[nodiscard]] std::vector<float> states(std::int64_t rows) const {
-        std::vector<float> values;
-        for (std::int64_t row = 0; row < rows; ++row) {
-            for (std::int64_t head = 0; head < heads(); ++head) {
-                for (int dim = 0; dim < headDim(); ++dim) {
-                    values.push_back(stateValue(transport_->rank(), row, head, dim));
-                }
-            }
-        }
-        return values;
-    }
-
-    // Of the ranks [first, last), [rows, (last - first) * heads, head_dim] in the output format.
-    [[nodiscard]] std::vector<std::byte> concatenated(std::int64_t rows, int first,
-                                                      int last) const {
-        std::vector<std::byte> bytes;
-        for (std::int64_t row = 0; row < rows; ++row) {
-            for (int rank = first; rank < last; ++rank) {
-                for (std::int64_t head = 0; head < heads(); ++head) {
-                    for (int dim = 0; dim < headDim(); ++dim) {
-                        appendRounded(bytes, stateValue(rank, row, head, dim), format());
-                    }
-                }
-            }
-        }
-        return bytes;
-    }
-
-    Watchdog watchdog_{0, std::chrono::minutes(2)};
-    std::unique_ptr<Device> device_ = makeCpuDevice(2);
-    std::unique_ptr<Transport> transport_ = makeMpiTransport(watchdog_);
-    StreamView stream_ = device_->defaultStream();
+struct Case {
+    NumberFormat format;  // of the output
+    std::int64_t heads;   // of each rank
+    int head_dim;
 };
 
-TEST_P(JoinTest, GathersAllHeadsInOrder) {
-    Join join = makeJoin();
-    for (const std::int64_t rows : {std::int64_t{5}, std::int64_t{0}, std::int64_t{1}, max_rows}) {
-        const auto expected = concatenated(rows, 0, transport_->size());
-        const auto mine = states(rows);
-        const GuardedBytes source(*device_, std::as_bytes(std::span(mine)));
-        const GuardedBytes out(*device_, expected.size());
-        join.gather(source.as<float>().data(), rows, out.span().data(), stream_);
-        device_->synchronize(stream_);
-        EXPECT_EQ(out.download(), expected) << rows << " rows";
-        EXPECT_TRUE(out.guardsHold());
-        EXPECT_TRUE(std::ranges::equal(source.download(), std::as_bytes(std::span(mine))));
+std::vector<Case> cases() {
+    std::vector<Case> all;
+    for (const NumberFormat format : {NumberFormat::fp32, NumberFormat::fp16, NumberFormat::bf16}) {
+        for (const std::int64_t heads : {1, 3, 8}) {
+            for (const int head_dim : {64, 80, 96, 128, 256})
+                all.push_back({format, heads, head_dim});
+        }
+    }
+    return all;
+}
+
+std::string text(const Case& shape) {
+    return std::string(name(shape.format)) + ", " + std::to_string(shape.heads) + " heads of " +
+           std::to_string(shape.head_dim);
+}
+
+// The states of one rank, [rows, heads, head_dim] fp32.
+std::vector<float> states(const Case& shape, std::int64_t rows, int rank) {
+    std::vector<float> values;
+    for (std::int64_t row = 0; row < rows; ++row) {
+        for (std::int64_t head = 0; head < shape.heads; ++head) {
+            for (int dim = 0; dim < shape.head_dim; ++dim)
+                values.push_back(stateValue(rank, row, head, dim));
+        }
+    }
+    return values;
+}
+
+// Of the ranks [first, last), [rows, (last - first) * heads, head_dim] in the output format.
+std::vector<std::byte> concatenated(const Case& shape, std::int64_t rows, int first, int last) {
+    std::vector<std::byte> bytes;
+    for (std::int64_t row = 0; row < rows; ++row) {
+        for (int rank = first; rank < last; ++rank) {
+            for (std::int64_t head = 0; head < shape.heads; ++head) {
+                for (int dim = 0; dim < shape.head_dim; ++dim)
+                    appendRounded(bytes, stateValue(rank, row, head, dim), shape.format);
+            }
+        }
+    }
+    return bytes;
+}
+
+template <typename Traits>
+class JoinTest : public OnTransport<Traits> {
+protected:
+    using Base = OnTransport<Traits>;
+
+    static Result<Join> tryJoin(const Case& shape, std::int64_t rows) {
+        return Join::create(*Base::transport, *Base::device,
+                            {rows, shape.heads, shape.head_dim, shape.format});
+    }
+    static Join makeJoin(const Case& shape) { return tryJoin(shape, max_rows).value(); }
+};
+
+TYPED_TEST_SUITE(JoinTest, JoinTransports);
+
+TYPED_TEST(JoinTest, GathersAllHeadsInOrder) {
+    for (const Case& shape : cases()) {
+        SCOPED_TRACE(text(shape));
+        Join join = this->makeJoin(shape);
+        for (const std::int64_t rows :
+             {std::int64_t{5}, std::int64_t{0}, std::int64_t{1}, max_rows}) {
+            const auto expected = concatenated(shape, rows, 0, this->size());
+            const auto mine = states(shape, rows, this->rank());
+            const GuardedBytes source(*this->device, std::as_bytes(std::span(mine)));
+            const GuardedBytes out(*this->device, expected.size());
+            join.gather(source.as<float>().data(), rows, out.span().data(), this->stream());
+            EXPECT_EQ(out.download(), expected) << rows << " rows";
+            EXPECT_TRUE(out.guardsHold());
+            EXPECT_TRUE(std::ranges::equal(source.download(), std::as_bytes(std::span(mine))));
+        }
     }
 }
 
-TEST_P(JoinTest, KeepsItsOwnHeads) {
-    Join join = makeJoin();
-    for (const std::int64_t rows : {std::int64_t{0}, std::int64_t{3}, max_rows}) {
-        const auto expected = concatenated(rows, transport_->rank(), transport_->rank() + 1);
-        const auto mine = states(rows);
-        const GuardedBytes source(*device_, std::as_bytes(std::span(mine)));
-        const GuardedBytes out(*device_, expected.size());
-        join.keep(source.as<float>().data(), rows, out.span().data(), stream_);
-        device_->synchronize(stream_);
-        EXPECT_EQ(out.download(), expected) << rows << " rows";
-        EXPECT_TRUE(out.guardsHold());
+TYPED_TEST(JoinTest, KeepsItsOwnHeads) {
+    for (const Case& shape : cases()) {
+        SCOPED_TRACE(text(shape));
+        Join join = this->makeJoin(shape);
+        for (const std::int64_t rows : {std::int64_t{0}, std::int64_t{3}, max_rows}) {
+            const auto expected = concatenated(shape, rows, this->rank(), this->rank() + 1);
+            const auto mine = states(shape, rows, this->rank());
+            const GuardedBytes source(*this->device, std::as_bytes(std::span(mine)));
+            const GuardedBytes out(*this->device, expected.size());
+            join.keep(source.as<float>().data(), rows, out.span().data(), this->stream());
+            EXPECT_EQ(out.download(), expected) << rows << " rows";
+            EXPECT_TRUE(out.guardsHold());
+        }
     }
 }
 
-TEST_P(JoinTest, MoreRowsThanItWasMadeForThrow) {
-    Join join = makeJoin();
-    const auto mine = states(max_rows + 1);
-    std::vector<std::byte> out(mine.size() * 4 * static_cast<std::size_t>(transport_->size()));
-    EXPECT_THROW(join.gather(mine.data(), max_rows + 1, out.data(), stream_), Error);
-    EXPECT_THROW(join.gather(mine.data(), -1, out.data(), stream_), Error);
-    EXPECT_THROW(join.keep(mine.data(), max_rows + 1, out.data(), stream_), Error);
-}
-
-TEST_P(JoinTest, ABufferThatDoesNotFitIsAnAnswer) {
-    const auto join =
-        Join::create(*transport_, *device_, {std::int64_t{1} << 40, heads(), headDim(), format()});
-    if (transport_->size() == 1) {
-        EXPECT_TRUE(join.has_value());  // needs none
-    } else {
-        ASSERT_FALSE(join.has_value());
-        EXPECT_EQ(join.error().code, ErrorCode::does_not_fit);
+TYPED_TEST(JoinTest, MoreRowsThanItWasMadeForThrow) {
+    for (const Case& shape : cases()) {
+        SCOPED_TRACE(text(shape));
+        Join join = this->makeJoin(shape);
+        const auto mine = states(shape, max_rows + 1, this->rank());
+        const GuardedBytes source(*this->device, std::as_bytes(std::span(mine)));
+        const GuardedBytes out(*this->device, mine.size() * 4 * this->ranks());
+        const float* const from = source.as<float>().data();
+        std::byte* const to = out.span().data();
+        EXPECT_THROW(join.gather(from, max_rows + 1, to, this->stream()), Error);
+        EXPECT_THROW(join.gather(from, -1, to, this->stream()), Error);
+        EXPECT_THROW(join.keep(from, max_rows + 1, to, this->stream()), Error);
     }
 }
 
-std::string caseName(const testing::TestParamInfo<Case>& info) {
-    const auto& [format, heads, dim] = info.param;
-    return std::string(name(format)) + "_heads" + std::to_string(heads) + "_dim" +
-           std::to_string(dim);
+TYPED_TEST(JoinTest, ABufferThatDoesNotFitIsAnAnswer) {
+    for (const Case& shape : cases()) {
+        SCOPED_TRACE(text(shape));
+        const auto join = this->tryJoin(shape, std::int64_t{1} << 40);
+        if (this->size() == 1) {
+            EXPECT_TRUE(join.has_value());  // needs none
+        } else {
+            ASSERT_FALSE(join.has_value());
+            EXPECT_EQ(join.error().code, ErrorCode::does_not_fit);
+        }
+    }
 }
-
-INSTANTIATE_TEST_SUITE_P(
-    All, JoinTest,
-    testing::Combine(testing::Values(NumberFormat::fp32, NumberFormat::fp16, NumberFormat::bf16),
-                     testing::Values(1, 3, 8), testing::Values(64, 80, 96, 128, 256)),
-    caseName);
 
 }  // namespace
 }  // namespace kvgrid::comm

@@ -1,19 +1,25 @@
 // One contract, run on every transport. A new one joins by a traits struct and a line in
-// Transports.
+// transports.h.
 //
 // To prove, in mpi_transport.cpp: a wrong step from chunk to chunk, a split that is not by bytes,
 // or an own part that is not copied fails MpiInPieces; messages that are not split fail
-// LargeMessages.
+// LargeMessages. In staged_transport.cpp: without the wait for the copy from the device, or with a
+// part of a span that is not delivered, any test with contents fails on the GPU; without the
+// question whether the stream is captured, ACapturedAllGatherRunsAtEachLaunch. In
+// nccl_transport.cpp: counts added up wrongly fail the uneven tests, a group that is not ended
+// hangs.
 #include "comm/transport.h"
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <numeric>
 #include <thread>
 
 #include <gtest/gtest.h>
 
 #include "tests/comm/guarded_bytes.h"
+#include "tests/comm/transports.h"
 
 namespace kvgrid::comm {
 namespace {
@@ -21,40 +27,17 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
 
-struct Mpi {
-    static constexpr std::size_t large_bytes = std::size_t{64} << 20;
-    static std::unique_ptr<Device> makeDevice() { return makeCpuDevice(1); }
-    static std::unique_ptr<Transport> makeTransport(Watchdog& watchdog) {
-        return makeMpiTransport(watchdog);
-    }
-};
-
-// The same with messages so short that nearly everything is split, and ends amid an element.
-struct MpiInPieces : Mpi {
-    static constexpr std::size_t large_bytes = 100'003;
-    static std::unique_ptr<Transport> makeTransport(Watchdog& watchdog) {
-        return makeMpiTransport(watchdog, 1'001);
-    }
-};
-
 template <typename Traits>
-class TransportTest : public testing::Test {
+class TransportTest : public OnTransport<Traits> {
 protected:
-    static void SetUpTestSuite() {
-        watchdog = std::make_unique<Watchdog>(0, std::chrono::minutes(2));
-        device = Traits::makeDevice();
-        transport = Traits::makeTransport(*watchdog);
-    }
-    static void TearDownTestSuite() {
-        transport.reset();
-        device.reset();
-        watchdog.reset();
-    }
+    using Base = OnTransport<Traits>;
+    using Base::device;
+    using Base::rank;
+    using Base::ranks;
+    using Base::size;
+    using Base::stream;
+    using Base::transport;
 
-    static int rank() { return transport->rank(); }
-    static int size() { return transport->size(); }
-    static std::size_t ranks() { return static_cast<std::size_t>(size()); }
-    static StreamView stream() { return device->defaultStream(); }
     // Of one rank's part when all parts together are at most large_bytes.
     static std::vector<std::size_t> sizes() {
         return {0, 1, 3, 256, 4097, Traits::large_bytes / ranks()};
@@ -65,13 +48,8 @@ protected:
     static void checkAllToAll(const Count& count);
     template <typename T>
     static void checkAllReduce();
-
-    static inline std::unique_ptr<Watchdog> watchdog;
-    static inline std::unique_ptr<Device> device;
-    static inline std::unique_ptr<Transport> transport;
 };
 
-using Transports = testing::Types<Mpi, MpiInPieces>;
 TYPED_TEST_SUITE(TransportTest, Transports);
 
 std::vector<std::byte> patternOfAll(std::size_t bytes, int ranks) {
@@ -252,27 +230,37 @@ TYPED_TEST(TransportTest, AllReduceOfFloats) {
     this->template checkAllReduce<float>();
 }
 
+template <typename T>
+std::vector<T> numbersIn(const GuardedBytes& bytes) {
+    const std::vector<std::byte> raw = bytes.download();
+    std::vector<T> numbers(raw.size() / sizeof(T));
+    std::memcpy(numbers.data(), raw.data(), raw.size());
+    return numbers;
+}
+
 TYPED_TEST(TransportTest, NobodyLeavesABarrierBeforeTheLastHasCome) {
     for (int late = 0; late < this->size(); ++late) {
         this->transport->barrier(this->stream());
         if (this->rank() == late) std::this_thread::sleep_for(milliseconds(30));
         // The ranks of this test share a host, and so its clock.
-        std::int64_t came = steady_clock::now().time_since_epoch().count();
+        const std::int64_t came = steady_clock::now().time_since_epoch().count();
         this->transport->barrier(this->stream());
         const std::int64_t left = steady_clock::now().time_since_epoch().count();
-        this->transport->allReduce(std::span(&came, 1), Reduction::maximum, this->stream());
-        EXPECT_GE(left, came);
+        const GuardedBytes last(*this->device, std::as_bytes(std::span(&came, 1)));
+        this->transport->allReduce(last.template as<std::int64_t>(), Reduction::maximum,
+                                   this->stream());
+        EXPECT_GE(left, numbersIn<std::int64_t>(last).front());
     }
 }
 
 TYPED_TEST(TransportTest, RanksAreNumbered) {
-    std::vector<std::int64_t> all(this->ranks());
     const std::int64_t mine = this->rank();
-    this->transport->allGather(std::as_bytes(std::span(&mine, 1)),
-                               std::as_writable_bytes(std::span(all)), this->stream());
+    const GuardedBytes send(*this->device, std::as_bytes(std::span(&mine, 1)));
+    const GuardedBytes all(*this->device, this->ranks() * sizeof mine);
+    this->transport->allGather(send.span(), all.span(), this->stream());
     std::vector<std::int64_t> expected(this->ranks());
     std::iota(expected.begin(), expected.end(), 0);
-    EXPECT_EQ(all, expected);
+    EXPECT_EQ(numbersIn<std::int64_t>(all), expected);
     EXPECT_FALSE(this->transport->description().empty());
 }
 
@@ -297,6 +285,85 @@ TYPED_TEST(TransportTest, WrongSizesThrowBeforeAnythingIsSent) {
     EXPECT_THROW(wrong.allToAll(send.span(), eights, receive.span(), eights, stream), Error);
     EXPECT_THROW(wrong.allToAll(all, eights, all, too_few, stream), Error);
     EXPECT_THROW(wrong.allToAll(all, negative, all, negative, stream), Error);
+}
+
+#ifdef KVGRID_TEST_CUDA
+
+// The stream of a capture is one of its own, so that the data of each launch can be laid out on the
+// other.
+TYPED_TEST(TransportTest, ACapturedAllGatherRunsAtEachLaunch) {
+    constexpr std::size_t bytes = 4097;
+    const GuardedBytes send(*this->device, bytes);
+    const GuardedBytes receive(*this->device, bytes * this->ranks());
+    const Stream graphs(*this->device);
+    const auto gather = [&](StreamView stream) {
+        this->transport->allGather(send.span(), receive.span(), stream);
+    };
+
+    this->device->beginCapture(graphs.view());
+    if (!this->transport->isCapturable()) {
+        try {
+            gather(graphs.view());
+            ADD_FAILURE() << "an eager collective was captured";
+        } catch (const Error& error) {
+            EXPECT_EQ(error.code(), ErrorCode::invalid_argument);
+        }
+        // It left nothing behind: the capture ends as an empty one, and eager calls go on.
+        EXPECT_NO_THROW(static_cast<void>(Graph::endCapture(graphs.view())));
+        send.upload(pattern(bytes, this->rank()));
+        gather(graphs.view());
+        EXPECT_EQ(receive.download(), patternOfAll(bytes, this->size()));
+        return;
+    }
+    gather(graphs.view());
+    const Graph graph = Graph::endCapture(graphs.view());
+    const std::vector<std::byte> poison(receive.span().size(), std::byte{GuardedBytes::poison});
+    EXPECT_EQ(receive.download(), poison);  // noted, not run
+    for (int launch = 0; launch < 3; ++launch) {
+        std::vector<std::byte> expected;
+        for (int from = 0; from < this->size(); ++from) {
+            const auto part = pattern(bytes, from, 1 + launch);
+            expected.insert(expected.end(), part.begin(), part.end());
+        }
+        send.upload(pattern(bytes, this->rank(), 1 + launch));
+        receive.upload(poison);
+        graph.launch(graphs.view());
+        this->device->synchronize(graphs.view());
+        EXPECT_EQ(receive.download(), expected) << "launch " << launch;
+        EXPECT_TRUE(send.guardsHold() && receive.guardsHold());
+    }
+}
+
+// A call may come on any stream, and follows what that stream has before it.
+TYPED_TEST(TransportTest, TheResultIsOrderedByTheStreamOfTheCall) {
+    constexpr std::size_t bytes = 4096;
+    const GuardedBytes mine(*this->device, pattern(bytes, this->rank()));
+    const GuardedBytes send(*this->device, bytes);
+    const GuardedBytes receive(*this->device, bytes * this->ranks());
+    const GuardedBytes kept(*this->device, bytes * this->ranks());
+    const GuardedBytes large(*this->device, std::size_t{256} << 20);
+    const Stream own(*this->device);
+    for (int i = 0; i < 4; ++i)  // so that what follows is late
+        this->device->fill(large.span().data(), 0, large.span().size(), own.view());
+    this->device->copy(send.span().data(), mine.span().data(), bytes, own.view());
+    this->transport->allGather(send.span(), receive.span(), own.view());
+    this->device->copy(kept.span().data(), receive.span().data(), receive.span().size(),
+                       own.view());
+    this->device->synchronize(own.view());
+    EXPECT_EQ(kept.download(), patternOfAll(bytes, this->size()));
+}
+
+#else
+
+TEST(CpuDevice, HasNoGraphs) {
+    const auto device = makeCpuDevice(1);
+    try {
+        device->beginCapture(device->defaultStream());
+        ADD_FAILURE() << "a capture began";
+    } catch (const Error& error) {
+        EXPECT_EQ(error.code(), ErrorCode::unavailable);
+    }
+    EXPECT_FALSE(device->isCapturing(device->defaultStream()));
 }
 
 // 2^31 bytes and more, as they are: a count that was kept in an int would be negative.
@@ -333,6 +400,8 @@ TEST(LargeMessages, TravelWhole) {
     EXPECT_EQ(first_wrong_word(), words.size());
     EXPECT_TRUE(data.guardsHold());
 }
+
+#endif
 
 }  // namespace
 }  // namespace kvgrid::comm

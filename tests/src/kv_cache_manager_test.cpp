@@ -3,12 +3,13 @@
 #include <kvgrid/kv_cache_manager.h>
 
 #include <cstdint>
-#include <cstring>
 #include <string>
 #include <vector>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+
+#include "tests/device_process.h"
 
 namespace kvgrid {
 namespace {
@@ -27,35 +28,40 @@ std::uint16_t bitsAt(int what, int seq_id, int layer, int position, int element)
     return static_cast<std::uint16_t>((x >> 12) & 0xBFFF);
 }
 
-struct Tokens {
-    std::vector<std::uint16_t> k_bits, v_bits;
-    [[nodiscard]] const half* k() const { return reinterpret_cast<const half*>(k_bits.data()); }
-    [[nodiscard]] const half* v() const { return reinterpret_cast<const half*>(v_bits.data()); }
+struct TokenBits {
+    std::vector<std::uint16_t> k, v;
+};
+
+TokenBits bitsOf(int seq_id, int layer, int first, int count, int heads) {
+    TokenBits bits;
+    for (int position = first; position < first + count; ++position) {
+        for (int element = 0; element < heads * head_dim; ++element) {
+            bits.k.push_back(bitsAt(1, seq_id, layer, position, element));
+            bits.v.push_back(bitsAt(2, seq_id, layer, position, element));
+        }
+    }
+    return bits;
+}
+
+// In device memory.
+class Tokens {
+public:
+    explicit Tokens(const TokenBits& bits)
+        : k_(*Process::current(), bits.k),
+          v_(*Process::current(), bits.v) {}
+    [[nodiscard]] const half* k() const { return reinterpret_cast<const half*>(k_.data()); }
+    [[nodiscard]] const half* v() const { return reinterpret_cast<const half*>(v_.data()); }
+
+private:
+    test::DeviceVector<std::uint16_t> k_, v_;
 };
 
 Tokens tokensOf(int seq_id, int layer, int first, int count, int heads) {
-    Tokens tokens;
-    for (int position = first; position < first + count; ++position) {
-        for (int element = 0; element < heads * head_dim; ++element) {
-            tokens.k_bits.push_back(bitsAt(1, seq_id, layer, position, element));
-            tokens.v_bits.push_back(bitsAt(2, seq_id, layer, position, element));
-        }
-    }
-    return tokens;
+    return Tokens(bitsOf(seq_id, layer, first, count, heads));
 }
 
-class KVCacheManagerTest : public testing::Test {
+class KVCacheManagerTest : public test::OnDeviceProcess {
 protected:
-    static void SetUpTestSuite() {
-        ProcessOptions options;
-        options.device = DeviceKind::cpu;
-        process = new Process(Process::start(options).value());
-    }
-    static void TearDownTestSuite() {
-        delete process;
-        process = nullptr;
-    }
-
     static int kvHeads() { return 4; }
     static int localHeads() { return kvHeads() / process->size(); }
 
@@ -68,13 +74,13 @@ protected:
         ASSERT_EQ(cache.getSeqLen(seq_id), length);
         for (int layer = 0; layer < layers; ++layer) {
             const auto [k, v] = cache.getCache(seq_id, layer);
-            const Tokens tokens = tokensOf(seq_id, layer, 0, length, localHeads());
-            EXPECT_EQ(std::memcmp(k, tokens.k(), tokens.k_bits.size() * 2), 0) << "layer " << layer;
-            EXPECT_EQ(std::memcmp(v, tokens.v(), tokens.v_bits.size() * 2), 0) << "layer " << layer;
+            const TokenBits bits = bitsOf(seq_id, layer, 0, length, localHeads());
+            EXPECT_EQ(test::downloaded<std::uint16_t>(*process, k, bits.k.size()), bits.k)
+                << "layer " << layer;
+            EXPECT_EQ(test::downloaded<std::uint16_t>(*process, v, bits.v.size()), bits.v)
+                << "layer " << layer;
         }
     }
-
-    static inline Process* process = nullptr;
 };
 
 // An engine as the snippets have it: prefill, then token by token, all layers before each advance.
