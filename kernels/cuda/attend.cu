@@ -2,6 +2,7 @@
 #include "kernels/cuda/fold_states.cuh"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/operations.h"
+#include "kernels/cuda/ptx.cuh"
 
 namespace kvgrid::cuda {
 namespace {
@@ -10,9 +11,10 @@ namespace {
 constexpr std::int64_t most_slots = 4096;
 constexpr int least_stages = 2;
 
-constexpr int fold_warps = 8;
-constexpr int fold_blocks_per_multiprocessor = 4;
+constexpr int fold_warps = 16;
+constexpr int fold_blocks_per_multiprocessor = 2;
 static_assert(fold_warps * fold_most >= 1 << most_unit_bits);
+static_assert(fold_warps <= schedule_warps && attend_warps <= schedule_warps);
 
 // Folds the units of cut trees: a row of a tree a block of threads.
 __global__ void __launch_bounds__(fold_warps* warp_size)
@@ -26,53 +28,71 @@ __global__ void __launch_bounds__(fold_warps* warp_size)
     const int lane = static_cast<int>(threadIdx.x) % warp_size;
     UnitCursor<true> cursor(params, stepBits(launch));
     Unit tree;
-    for (std::int64_t item = blockIdx.x; cursor.find(item / tile_rows, tree); item += gridDim.x) {
+    std::int64_t item = blockIdx.x;
+    bool found = cursor.find(item / tile_rows, tree);
+    // Also where there is nothing to fold: whoever comes next waits for this launch alone.
+    waitForLaunchBefore();
+    for (; found; item += gridDim.x, found = cursor.find(item / tile_rows, tree)) {
         const int row = static_cast<int>(item % tile_rows);
         if (row >= tree.rows) continue;
         const int units = 1 << (tree.shape.round_bits - tree.round_bits);
         const int units_per_warp = units > fold_warps ? units / fold_warps : 1;
         const int parts = units / units_per_warp;
+        const auto slotOf = [&](int index) {
+            const std::int64_t unit = std::int64_t{warp} * units_per_warp + index;
+            return static_cast<const float*>(params.workspace) +
+                   (tree.workspace_slot + unit * tree.slot_stride) * slotNumbers(head_dim);
+        };
+        FoldWeights fold;
+        if (warp < parts) {
+            fold = foldWeights(units_per_warp, [&](int index) {
+                return slotOf(index)[tile_rows * head_dim + row];
+            });
+            if (lane == 0) exchange_lse[warp] = fold.lse;
+        }
         const Unit::Query query = tree.query(row, group);
         const std::int64_t to = query.row * params.query_heads + tree.kv_head * group + query.head;
         for (int first = 0; first < head_dim; first += 4 * warp_size) {
             const int at = first + 4 * lane;
             const bool owns = at < head_dim;
-            if (warp < parts) {
-                const StatePart part = foldParts(units_per_warp, [&](int index) {
-                    const std::int64_t unit = std::int64_t{warp} * units_per_warp + index;
-                    const std::int64_t slot = tree.workspace_slot + unit * tree.slot_stride;
-                    const float* const numbers =
-                        static_cast<const float*>(params.workspace) + slot * slotNumbers(head_dim);
-                    StatePart loaded = emptyPart();
-                    loaded.lse = numbers[tile_rows * head_dim + row];
-                    if (owns)
-                        loaded.out =
-                            *reinterpret_cast<const float4*>(numbers + row * head_dim + at);
-                    return loaded;
+            if (warp < parts)
+                exchange[warp][lane] = foldOuts(units_per_warp, fold, [&](int index) {
+                    return owns ? *reinterpret_cast<const float4*>(slotOf(index) + row * head_dim +
+                                                                   at)
+                                : make_float4(0.0F, 0.0F, 0.0F, 0.0F);
                 });
-                exchange[warp][lane] = part.out;
-                if (lane == 0) exchange_lse[warp] = part.lse;
-            }
             __syncthreads();
             if (warp == 0) {
-                const StatePart state = foldParts(parts, [&](int index) {
-                    return StatePart{exchange[index][lane], exchange_lse[index]};
-                });
+                const FoldWeights last =
+                    foldWeights(parts, [&](int index) { return exchange_lse[index]; });
+                const float4 out =
+                    foldOuts(parts, last, [&](int index) { return exchange[index][lane]; });
+                const float lse = __shfl_sync(all_lanes, last.lse, 0);
                 if (owns)
                     *reinterpret_cast<float4*>(params.out + to * head_dim + at) =
-                        state.lse == empty_lse ? make_float4(0.0F, 0.0F, 0.0F, 0.0F) : state.out;
-                if (lane == 0) params.lse[to] = state.lse;
+                        lse == empty_lse ? make_float4(0.0F, 0.0F, 0.0F, 0.0F) : out;
+                if (lane == 0) params.lse[to] = lse;
             }
             __syncthreads();
         }
     }
 }
 
-// Tiles that a warp's ring holds where a block of threads may have so much shared memory.
-int stagesFor(const AttendKernel& kernel, int shared_bytes) {
-    constexpr int kept_back = 1024;  // for what the kernel has beside its dynamic shared memory
+// Shared memory of a block of threads, and of a multiprocessor.
+struct SharedMemory {
+    int block_bytes;
+    int multiprocessor_bytes;
+};
+
+// Tiles that a warp's ring holds, so that as many blocks of threads as wanted run at once.
+int stagesFor(const AttendKernel& kernel, const SharedMemory& shared) {
+    constexpr int reserved = 1024;                         // by the system, of each block
+    constexpr int static_bytes = schedule_warps * 8 + 64;  // beside the dynamic
+    const int room =
+        std::min(shared.block_bytes,
+                 shared.multiprocessor_bytes / kernel.blocks_per_multiprocessor - reserved);
     int stages = most_stages;
-    while (stages > least_stages && kernel.sharedBytes(stages) > shared_bytes - kept_back)
+    while (stages > least_stages && kernel.sharedBytes(stages) > room - static_bytes)
         --stages;
     return stages;
 }
@@ -88,11 +108,12 @@ AttendKernel kernelFor(NumberFormat format, int head_dim) {
 
 }  // namespace
 
-void prepareAttend(int shared_bytes) {
+void prepareAttend(int block_bytes, int multiprocessor_bytes) {
+    const SharedMemory shared{block_bytes, multiprocessor_bytes};
     load(attend_fold_kernel);
     for (const AttendKernels& kernels : {fp16AttendKernels(), bf16AttendKernels()})
         for (const AttendKernel& kernel : kernels)
-            load(kernel.function, kernel.sharedBytes(stagesFor(kernel, shared_bytes)));
+            load(kernel.function, kernel.sharedBytes(stagesFor(kernel, shared)));
 }
 
 std::size_t attendWorkspaceBytes(std::int64_t, int, int head_dim) {
@@ -107,8 +128,10 @@ void attend(const AttendParams& params, StreamView stream) {
     const CudaDevice& device = useDevice(stream);
     AttendLaunch launch;
     launch.params = params;
-    launch.blocks = device.attendBlocks();
-    launch.stages = stagesFor(kernel, device.sharedBytes());
+    launch.blocks = device.attendBlocks() > 0
+                        ? device.attendBlocks()
+                        : device.multiprocessors() * kernel.blocks_per_multiprocessor;
+    launch.stages = stagesFor(kernel, {device.sharedBytes(), device.sharedBytesOfMultiprocessor()});
     const std::int64_t room = static_cast<std::int64_t>(params.workspace_bytes / sizeof(float));
     launch.slots = std::min(most_slots, room / slotNumbers(params.head_dim));
     kernel.launch(launch, static_cast<unsigned>(launch.blocks), kernel.sharedBytes(launch.stages),
@@ -118,7 +141,8 @@ void attend(const AttendParams& params, StreamView stream) {
     if (params.max_position < attend_warps * stripe_tokens || launch.slots == 0) return;
     const auto grid =
         static_cast<unsigned>(device.multiprocessors() * fold_blocks_per_multiprocessor);
-    attend_fold_kernel<<<grid, fold_warps * warp_size, 0, handleOf(stream)>>>(launch);
+    // It may start while the last units are computed: it waits before it reads them.
+    launchOverlapping(device, attend_fold_kernel, grid, fold_warps * warp_size, stream, launch);
     checkLaunch("attend_fold_kernel");
 }
 

@@ -25,6 +25,10 @@ struct AttendShape {
     // Levels of a unit's fold that are kept in registers; deeper ones are in local memory.
     static constexpr int register_levels = head_dim > 128 ? 0 : 3;
 
+    // So that one's arithmetic, folds and waits at barriers pass while memory serves the other.
+    // States of 256 numbers leave room for one.
+    static constexpr int blocks_per_multiprocessor = head_dim > 128 ? 1 : 2;
+
     // Of a stage: its tile, its barrier, and which of its tokens there are.
     static constexpr int stage_bytes = tile_bytes + 8 + 4;
     static constexpr int sharedBytes(int stages) {
@@ -53,6 +57,7 @@ struct LeafSource {
     std::int64_t offset;      // of the lane's tile in its block, in tokens
     const std::byte* source;  // K of the lane's tile
     int rows;                 // of it that there are
+    std::uint64_t policy;     // of the L2 cache
 };
 
 // Fetches the tiles of a warp's leaves, in the order in which the warp will want them: for each
@@ -157,6 +162,11 @@ private:
             next_.logical = position / pool.block_size;
             next_.within = position - next_.logical * pool.block_size;
             next_.tokens = static_cast<int>(left < stripe_tokens ? left : stripe_tokens);
+#if __CUDA_ARCH__ >= 900
+            // Read once, it must not drive out code, tables and states. Tiles of one KV head read
+            // it together.
+            next_.policy = unit_.shape.tiles == 1 ? evictFirst() : evictNormally();
+#endif
             next_.block = no_block;
             const int lane = static_cast<int>(threadIdx.x) % warp_size;
             int before = lane;
@@ -196,7 +206,7 @@ private:
             ring_.present[stage_] = present;
             const std::uint32_t barrier = ring_.barriers + static_cast<std::uint32_t>(stage_ * 8);
             expectBytes(barrier, rows * Shape::row_bytes);
-            if (rows != 0) copyBulk(to, source, rows * Shape::row_bytes, barrier);
+            if (rows != 0) copyBulk(to, source, rows * Shape::row_bytes, barrier, leaf_.policy);
         }
 #else
         if (lane == 0) ring_.present[stage_] = present;
@@ -283,7 +293,7 @@ private:
         const std::uint32_t later = lane + 1 == warp_size ? 0 : ends >> (lane + 1);
         const int rows = later == 0 ? warp_size - lane : __ffs(static_cast<int>(later));
         copyBulk(to + static_cast<std::uint32_t>(lane * Shape::row_bytes), source,
-                 rows * Shape::row_bytes, barrier);
+                 rows * Shape::row_bytes, barrier, leaf_.policy);
     }
 #else
     __device__ void copyRows(const std::byte* source, std::uint32_t present, std::uint32_t to) {

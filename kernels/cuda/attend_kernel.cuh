@@ -353,7 +353,7 @@ __device__ __forceinline__ void storeUnit(const AttendParams& params, const Unit
 }
 
 template <NumberFormat format, int head_dim>
-__global__ void __launch_bounds__(attend_threads, 1)
+__global__ void __launch_bounds__(attend_threads, AttendShape<head_dim>::blocks_per_multiprocessor)
     attend_kernel(const __grid_constant__ AttendLaunch launch) {
     using Shape = AttendShape<head_dim>;
     static_assert(head_dim % 16 == 0);
@@ -379,6 +379,7 @@ __global__ void __launch_bounds__(attend_threads, 1)
     __syncwarp();
 #endif
 
+    letNextLaunchStart();
     const int step_bits = stepBits(launch);
     TileFetcher<head_dim> fetcher(launch, step_bits, warp, ring);
     for (int i = 1; i < launch.stages; ++i)
@@ -452,7 +453,8 @@ void launchAttend(const AttendLaunch& launch, unsigned blocks, int shared_bytes,
 
 template <NumberFormat format, int head_dim>
 AttendKernel attendKernel() {
-    return {head_dim, attend_kernel<format, head_dim>, AttendShape<head_dim>::sharedBytes,
+    return {head_dim, AttendShape<head_dim>::blocks_per_multiprocessor,
+            attend_kernel<format, head_dim>, AttendShape<head_dim>::sharedBytes,
             launchAttend<format, head_dim>};
 }
 

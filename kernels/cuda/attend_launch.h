@@ -15,7 +15,8 @@ struct AttendKernel {
     using Function = void(AttendLaunch);
 
     int head_dim = 0;
-    Function* function = nullptr;  // the __global__ function
+    int blocks_per_multiprocessor = 1;  // of threads, at once
+    Function* function = nullptr;       // the __global__ function
     // Of a block of threads with rings of so many tiles.
     int (*sharedBytes)(int stages) = nullptr;
     void (*launch)(const AttendLaunch& launch, unsigned blocks, int shared_bytes,

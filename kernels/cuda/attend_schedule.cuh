@@ -26,6 +26,7 @@ namespace kvgrid::cuda {
 inline constexpr int warp_size = 32;
 inline constexpr unsigned all_lanes = 0xFFFFFFFFU;
 inline constexpr int attend_warps = 4;
+inline constexpr int schedule_warps = 16;
 inline constexpr int tile_rows = 8;
 inline constexpr int most_round_bits = 24;  // of a unit
 inline constexpr int most_unit_bits = 9;    // of a tree
@@ -91,10 +92,10 @@ __device__ __forceinline__ T warpSum(T value) {
 }
 
 // log2 of the rounds of a unit in this step: as large as keeps the blocks of threads evenly busy,
-// and so that the units of cut trees fit the slots. Called by all threads of a block of up to 32
-// warps.
+// and so that the units of cut trees fit the slots. Called by all threads of a block of up to
+// schedule_warps.
 __device__ inline int stepBits(const AttendLaunch& launch) {
-    __shared__ std::int64_t sums[warp_size];
+    __shared__ std::int64_t sums[schedule_warps];
     const AttendParams& params = launch.params;
     std::int64_t rounds = 0;
     for (std::int64_t i = threadIdx.x; i < params.run_count; i += blockDim.x) {

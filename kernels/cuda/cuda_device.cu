@@ -80,15 +80,17 @@ CudaDevice::CudaDevice(int index, int attend_blocks) : index_(index) {
     const cudaDeviceProp properties = propertiesOf(index);
     use();
     multiprocessors_ = properties.multiProcessorCount;
+    overlaps_launches_ = properties.major >= 9;
     shared_bytes_ = attributeOf(index, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    attend_blocks_ = attend_blocks > 0 ? attend_blocks : multiprocessors_;
+    multiprocessor_shared_bytes_ = attributeOf(index, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    attend_blocks_ = attend_blocks;
     total_bytes_ = properties.totalGlobalMem;
     id_ = cudaDeviceId(index);
     description_ = std::string("cuda ") + properties.name + " (" + id_ + "), sm_" +
                    std::to_string(properties.major) + std::to_string(properties.minor);
     prepareAppend();
     prepareGather();
-    prepareAttend(shared_bytes_);
+    prepareAttend(shared_bytes_, multiprocessor_shared_bytes_);
     prepareMerge();
     prepareCopyBlocks();
     prepareOutput();

@@ -58,14 +58,23 @@ public:
     void use() const;
 
     [[nodiscard]] int multiprocessors() const noexcept { return multiprocessors_; }
+    // Whether a launch may start before the one that it follows has ended.
+    [[nodiscard]] bool overlapsLaunches() const noexcept { return overlaps_launches_; }
     // Bytes of shared memory that one block of threads may have.
     [[nodiscard]] int sharedBytes() const noexcept { return shared_bytes_; }
+    // Of all blocks of threads that run on one multiprocessor, with what the system keeps of each.
+    [[nodiscard]] int sharedBytesOfMultiprocessor() const noexcept {
+        return multiprocessor_shared_bytes_;
+    }
+    // 0: as many as the GPU holds at once.
     [[nodiscard]] int attendBlocks() const noexcept { return attend_blocks_; }
 
 private:
     int index_;
     int multiprocessors_ = 0;
+    bool overlaps_launches_ = false;
     int shared_bytes_ = 0;
+    int multiprocessor_shared_bytes_ = 0;
     int attend_blocks_ = 0;
     std::size_t total_bytes_ = 0;
     std::string id_;

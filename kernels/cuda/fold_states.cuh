@@ -1,64 +1,91 @@
-// Folding states that lie in memory, in order of an aligned binary tree: for merge and attend.
+// Folding states that lie in memory, in order of an aligned binary tree: for merge and attend. A
+// warp folds; the weights of a level's merges are computed side by side, one a lane.
 #pragma once
 
 #include <cstdint>
 
 #include "kernels/attention_state.h"
+#include "kernels/cuda/attend_schedule.cuh"
 
 namespace kvgrid::cuda {
 
-// Four neighbouring numbers of a state's out, and its lse.
-struct StatePart {
-    float4 out;
-    float lse;
+inline constexpr int fold_at_once = 8;
+inline constexpr int fold_levels = 6;
+// States that one fold takes: two a lane.
+inline constexpr int fold_most = 1 << fold_levels;
+static_assert(fold_most == 2 * warp_size);
+
+// The weights of all merges of a fold. Lane j has those of merge j of each level: of the states (or
+// merged states) 2 j and 2 j + 1.
+struct FoldWeights {
+    float left[fold_levels];
+    float right[fold_levels];
+    float lse;  // of everything, in lane 0
 };
 
-// What lies beside an lse of -inf is passed on but never computed with.
-__device__ __forceinline__ StatePart merged(const StatePart& left, const StatePart& right) {
-    const MergeWeights weights = mergeWeights(left.lse, right.lse);
-    return {make_float4(mergeOut(weights, left.out.x, right.out.x),
-                        mergeOut(weights, left.out.y, right.out.y),
-                        mergeOut(weights, left.out.z, right.out.z),
-                        mergeOut(weights, left.out.w, right.out.w)),
-            weights.lse};
-}
-
-__device__ __forceinline__ StatePart emptyPart() {
-    return {make_float4(0.0F, 0.0F, 0.0F, 0.0F), empty_lse};
-}
-
-inline constexpr int fold_at_once = 8;
-inline constexpr int fold_levels = 3;
-// States that one foldParts call can fold.
-inline constexpr int fold_most = fold_at_once << fold_levels;
-
-// Folds states 0 to count - 1; count is a power of two up to fold_most. read(index) loads one;
-// eight are loaded at once.
+// Of states 0 to count - 1; count is a power of two up to fold_most. read(index) gives an lse.
 template <typename Read>
-__device__ __forceinline__ StatePart foldParts(int count, const Read& read) {
-    StatePart stack[fold_levels];
-    StatePart top = emptyPart();
+__device__ __forceinline__ FoldWeights foldWeights(int count, const Read& read) {
+    const int lane = static_cast<int>(threadIdx.x) % warp_size;
+    FoldWeights fold;
+    float left = empty_lse;
+    float right = empty_lse;
+    if (2 * lane < count) left = read(2 * lane);
+    if (2 * lane + 1 < count) right = read(2 * lane + 1);
+#pragma unroll
+    for (int level = 0; level < fold_levels; ++level) {
+        if (level > 0) {
+            // Lanes beyond the level's merges have nobody's.
+            left = __shfl_sync(all_lanes, fold.lse, 2 * lane % warp_size);
+            right = __shfl_sync(all_lanes, fold.lse, (2 * lane + 1) % warp_size);
+        }
+        if (level > 0 && count >> (level + 1) == 0) break;
+        const MergeWeights weights = mergeWeights(left, right);
+        fold.left[level] = weights.left;
+        fold.right[level] = weights.right;
+        fold.lse = weights.lse;
+    }
+    return fold;
+}
+
+// Four neighbouring numbers of the folded out. read(index) loads those of one state; eight are
+// loaded at once. What lies beside an lse of -inf is passed on but never computed with.
+template <typename Read>
+__device__ __forceinline__ float4 foldOuts(int count, const FoldWeights& fold, const Read& read) {
+    const auto merged = [&](int level, int merge, const float4& left, const float4& right) {
+        const MergeWeights weights{__shfl_sync(all_lanes, fold.left[level], merge),
+                                   __shfl_sync(all_lanes, fold.right[level], merge), 0.0F};
+        return make_float4(mergeOut(weights, left.x, right.x), mergeOut(weights, left.y, right.y),
+                           mergeOut(weights, left.z, right.z), mergeOut(weights, left.w, right.w));
+    };
+    constexpr int chunk_levels = 3;
+    static_assert(fold_at_once == 1 << chunk_levels);
+    float4 waiting[fold_levels - chunk_levels];
+    float4 top = make_float4(0.0F, 0.0F, 0.0F, 0.0F);
     for (int chunk = 0; chunk * fold_at_once < count; ++chunk) {
-        StatePart parts[fold_at_once];
+        float4 parts[fold_at_once];
 #pragma unroll
         for (int i = 0; i < fold_at_once; ++i)
-            parts[i] =
-                chunk * fold_at_once + i < count ? read(chunk * fold_at_once + i) : emptyPart();
+            if (chunk * fold_at_once + i < count) parts[i] = read(chunk * fold_at_once + i);
 #pragma unroll
-        for (int distance = 1; distance < fold_at_once; distance *= 2)
+        for (int level = 0; level < chunk_levels; ++level) {
+            if (count >> level <= 1) break;
 #pragma unroll
-            for (int i = 0; i < fold_at_once; i += 2 * distance)
-                parts[i] = merged(parts[i], parts[i + distance]);
+            for (int i = 0; i < fold_at_once; i += 2 << level)
+                if (i < count)
+                    parts[i] = merged(level, (chunk * fold_at_once + i) >> (level + 1), parts[i],
+                                      parts[i + (1 << level)]);
+        }
         top = parts[0];
         // A set bit of `chunk` is a left sibling that waits; a clear one is where this one waits.
         bool waits = false;
 #pragma unroll
-        for (int level = 0; level < fold_levels; ++level) {
+        for (int level = 0; level < fold_levels - chunk_levels; ++level) {
             if (waits) continue;
             if ((chunk >> level & 1) != 0) {
-                top = merged(stack[level], top);
+                top = merged(chunk_levels + level, chunk >> (level + 1), waiting[level], top);
             } else {
-                stack[level] = top;
+                waiting[level] = top;
                 waits = true;
             }
         }

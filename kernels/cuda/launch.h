@@ -18,6 +18,23 @@ namespace kvgrid::cuda {
     return static_cast<::cudaStream_t>(stream.handle());
 }
 
+// Launches a kernel that may start while the one before it in the stream still runs (from sm_90
+// on): it calls waitForLaunchBefore.
+template <typename Argument>
+void launchOverlapping(const CudaDevice& device, void (*kernel)(Argument), unsigned grid,
+                       unsigned threads, StreamView stream, const Argument& argument) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = threads;
+    config.stream = handleOf(stream);
+    config.attrs = &attribute;
+    config.numAttrs = device.overlapsLaunches() ? 1 : 0;
+    check(cudaLaunchKernelEx(&config, kernel, argument), "cudaLaunchKernelEx");
+}
+
 // Loads a kernel, and lets its blocks of threads have `shared_bytes` of dynamic shared memory.
 template <typename Kernel>
 void load(Kernel* kernel, int shared_bytes = 0) {
@@ -29,10 +46,13 @@ void load(Kernel* kernel, int shared_bytes = 0) {
                     "this build has no code for this GPU (KVGRID_CUDA_ARCHITECTURES)");
     }
     check(status, "cudaFuncGetAttributes");
-    if (shared_bytes > 0)
-        check(
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-            "cudaFuncSetAttribute");
+    if (shared_bytes == 0) return;
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+          "cudaFuncSetAttribute");
+    // Of the memory that it shares with the L1 cache, all: several blocks of threads may want it.
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                               cudaSharedmemCarveoutMaxShared),
+          "cudaFuncSetAttribute");
 }
 
 // Blocks of threads for `items`, each of which loops with the grid's stride; at least one.

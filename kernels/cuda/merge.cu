@@ -17,26 +17,26 @@ __global__ void __launch_bounds__(warps* warp)
     const int part_bits = 31 - __clz(params.parts);
     for (std::int64_t row = std::int64_t{blockIdx.x} * warps + threadIdx.x / warp;
          row < params.rows; row += std::int64_t{gridDim.x} * warps) {
-        float lse = empty_lse;
+        // In order of the tree: + parts / 2 is folded first, so it is the lowest bit.
+        const auto stateAt = [&](int index) {
+            const std::int64_t part = static_cast<std::int64_t>(
+                __brev(static_cast<unsigned>(index)) >> 1 >> (31 - part_bits));
+            return part * params.rows + row;
+        };
+        const FoldWeights fold =
+            foldWeights(params.parts, [&](int index) { return params.lse_parts[stateAt(index)]; });
+        const float lse = __shfl_sync(all_lanes, fold.lse, 0);
         for (int first = 0; first < params.head_dim; first += 4 * warp) {
             const int at = first + 4 * lane;
             const bool owns = at < params.head_dim;
-            const StatePart state = foldParts(params.parts, [&](int index) {
-                // In order of the tree: + parts / 2 is folded first, so it is the lowest bit.
-                const std::int64_t part = static_cast<std::int64_t>(
-                    __brev(static_cast<unsigned>(index)) >> 1 >> (31 - part_bits));
-                const std::int64_t from = part * params.rows + row;
-                StatePart loaded = emptyPart();
-                loaded.lse = params.lse_parts[from];
-                if (owns)
-                    loaded.out = *reinterpret_cast<const float4*>(params.out_parts +
-                                                                  from * params.head_dim + at);
-                return loaded;
+            const float4 out = foldOuts(params.parts, fold, [&](int index) {
+                return owns ? *reinterpret_cast<const float4*>(
+                                  params.out_parts + stateAt(index) * params.head_dim + at)
+                            : make_float4(0.0F, 0.0F, 0.0F, 0.0F);
             });
-            lse = state.lse;
             if (owns)
                 *reinterpret_cast<float4*>(params.out + row * params.head_dim + at) =
-                    lse == empty_lse ? make_float4(0.0F, 0.0F, 0.0F, 0.0F) : state.out;
+                    lse == empty_lse ? make_float4(0.0F, 0.0F, 0.0F, 0.0F) : out;
         }
         // Last, for it may lie in the first part.
         __syncwarp();

@@ -22,7 +22,8 @@ void readRuns(const ReadRunsParams& params, StreamView stream);
 
 void prepareAppend();
 void prepareGather();
-void prepareAttend(int shared_bytes);
+// Bytes of shared memory that one block of threads, and those of one multiprocessor, may have.
+void prepareAttend(int block_bytes, int multiprocessor_bytes);
 void prepareMerge();
 void prepareCopyBlocks();
 void prepareOutput();

@@ -69,13 +69,25 @@ __device__ __forceinline__ void expectBytes(std::uint32_t barrier, int bytes) {
                  : "memory");
 }
 
+// How the L2 cache keeps what a copy reads.
+[[nodiscard]] __device__ __forceinline__ std::uint64_t evictFirst() {
+    std::uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+[[nodiscard]] __device__ __forceinline__ std::uint64_t evictNormally() {
+    std::uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
 // Global to shared memory, 16-byte aligned, a multiple of 16 bytes.
 __device__ __forceinline__ void copyBulk(std::uint32_t to, const std::byte* from, int bytes,
-                                         std::uint32_t barrier) {
+                                         std::uint32_t barrier, std::uint64_t policy) {
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-            "r"(to),
-        "l"(from), "r"(bytes), "r"(barrier)
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1], %2, [%3], %4;" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
         : "memory");
 }
 
@@ -105,6 +117,21 @@ __device__ __forceinline__ void fenceBulkCopies() {
 }
 
 #endif
+
+// For a launch that overlaps the one before it (launchOverlapping): nothing that came before may be
+// read, and nothing written, until this returns.
+__device__ __forceinline__ void waitForLaunchBefore() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// An overlapping launch behind this one may start when every block of threads has come here.
+__device__ __forceinline__ void letNextLaunchStart() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 // Four 8 x 8 matrices of 16-bit numbers; lane i gives the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void loadMatrices(std::uint32_t (&out)[4], std::uint32_t address) {

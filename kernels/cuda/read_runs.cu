@@ -73,6 +73,7 @@ __device__ __forceinline__ unsigned long long sumOf(const uint4& numbers) {
 __device__ unsigned long long readAll(const ReadRunsParams& params, std::byte* shared) {
     __shared__ std::uint64_t barriers[stages];
     const Stages work(params);
+    const std::uint64_t policy = evictFirst();
     const int lane = static_cast<int>(threadIdx.x) % warp;
     const bool fetches = threadIdx.x < warp;
     const auto barrierOf = [&](int stage) {
@@ -98,7 +99,7 @@ __device__ unsigned long long readAll(const ReadRunsParams& params, std::byte* s
             static_cast<std::uint32_t>(__cvta_generic_to_shared(shared + stage * stage_bytes));
         for (int run = lane; run < runs; run += warp)
             copyBulk(to + static_cast<std::uint32_t>(run * bytes), work.source(params, index, run),
-                     bytes, barrierOf(stage));
+                     bytes, barrierOf(stage), policy);
     };
     for (int stage = 0; stage < stages; ++stage)
         fetch(begin + stage, stage);
