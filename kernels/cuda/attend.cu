@@ -19,7 +19,8 @@ static_assert(fold_warps <= schedule_warps && attend_warps <= schedule_warps);
 // Folds the units of cut trees: a row of a tree a block of threads.
 __global__ void __launch_bounds__(fold_warps* warp_size)
     attend_fold_kernel(const __grid_constant__ AttendLaunch launch) {
-    __shared__ float4 exchange[fold_warps][warp_size];
+    constexpr int at_once = 4 * warp_size;  // numbers of a state
+    __shared__ __align__(16) float exchange[fold_warps][at_once];
     __shared__ float exchange_lse[fold_warps];
     const AttendParams& params = launch.params;
     const int head_dim = params.head_dim;
@@ -52,26 +53,27 @@ __global__ void __launch_bounds__(fold_warps* warp_size)
         }
         const Unit::Query query = tree.query(row, group);
         const std::int64_t to = query.row * params.query_heads + tree.kv_head * group + query.head;
-        for (int first = 0; first < head_dim; first += 4 * warp_size) {
+        for (int first = 0; first < head_dim; first += at_once) {
             const int at = first + 4 * lane;
             const bool owns = at < head_dim;
             if (warp < parts)
-                exchange[warp][lane] = foldOuts(units_per_warp, fold, [&](int index) {
-                    return owns ? *reinterpret_cast<const float4*>(slotOf(index) + row * head_dim +
-                                                                   at)
-                                : make_float4(0.0F, 0.0F, 0.0F, 0.0F);
-                });
+                *reinterpret_cast<float4*>(&exchange[warp][4 * lane]) =
+                    foldOuts<float4>(units_per_warp, fold, [&](int index) {
+                        return owns ? *reinterpret_cast<const float4*>(slotOf(index) +
+                                                                       row * head_dim + at)
+                                    : make_float4(0.0F, 0.0F, 0.0F, 0.0F);
+                    });
             __syncthreads();
-            if (warp == 0) {
+            const int number = static_cast<int>(threadIdx.x);
+            if (number < at_once) {
                 const FoldWeights last =
                     foldWeights(parts, [&](int index) { return exchange_lse[index]; });
-                const float4 out =
-                    foldOuts(parts, last, [&](int index) { return exchange[index][lane]; });
+                const auto out = foldOuts<float>(
+                    parts, last, [&](int index) { return exchange[index][number]; });
                 const float lse = __shfl_sync(all_lanes, last.lse, 0);
-                if (owns)
-                    *reinterpret_cast<float4*>(params.out + to * head_dim + at) =
-                        lse == empty_lse ? make_float4(0.0F, 0.0F, 0.0F, 0.0F) : out;
-                if (lane == 0) params.lse[to] = lse;
+                if (first + number < head_dim)
+                    params.out[to * head_dim + first + number] = lse == empty_lse ? 0.0F : out;
+                if (number == 0) params.lse[to] = lse;
             }
             __syncthreads();
         }

@@ -115,10 +115,13 @@ __device__ inline int stepBits(const AttendLaunch& launch) {
         const std::int64_t units = ((rounds - 1) >> bits) + 1;
         return (units + launch.blocks - 1) / launch.blocks << bits;
     };
+    // A candidate a lane.
     constexpr int preferred_most = 4;
-    int bits = 0;
-    for (int candidate = 1; candidate <= preferred_most; ++candidate)
-        if (busiest(candidate) * 64 <= busiest(0) * 65) bits = candidate;
+    const int lane = static_cast<int>(threadIdx.x) % warp_size;
+    const std::int64_t mine = busiest(lane <= preferred_most ? lane : 0);
+    const std::int64_t least = __shfl_sync(all_lanes, mine, 0);
+    const bool even = lane <= preferred_most && mine * 64 <= least * 65;
+    int bits = 31 - __clz(static_cast<int>(__ballot_sync(all_lanes, even)));
     while (bits < most_round_bits && rounds >> bits > launch.slots)
         ++bits;
     return bits;

@@ -48,22 +48,34 @@ __device__ __forceinline__ FoldWeights foldWeights(int count, const Read& read) 
     return fold;
 }
 
-// Four neighbouring numbers of the folded out. read(index) loads those of one state; eight are
-// loaded at once. What lies beside an lse of -inf is passed on but never computed with.
-template <typename Read>
-__device__ __forceinline__ float4 foldOuts(int count, const FoldWeights& fold, const Read& read) {
-    const auto merged = [&](int level, int merge, const float4& left, const float4& right) {
-        const MergeWeights weights{__shfl_sync(all_lanes, fold.left[level], merge),
-                                   __shfl_sync(all_lanes, fold.right[level], merge), 0.0F};
-        return make_float4(mergeOut(weights, left.x, right.x), mergeOut(weights, left.y, right.y),
-                           mergeOut(weights, left.z, right.z), mergeOut(weights, left.w, right.w));
+// What lies beside an lse of -inf is passed on but never computed with.
+__device__ __forceinline__ float mergedNumbers(const MergeWeights& weights, float left,
+                                               float right) {
+    return mergeOut(weights, left, right);
+}
+__device__ __forceinline__ float4 mergedNumbers(const MergeWeights& weights, const float4& left,
+                                                const float4& right) {
+    if (weights.right == 0.0F) return left;
+    if (weights.left == 0.0F) return right;
+    return make_float4(mergeOut(weights, left.x, right.x), mergeOut(weights, left.y, right.y),
+                       mergeOut(weights, left.z, right.z), mergeOut(weights, left.w, right.w));
+}
+
+// Some numbers of the folded out: a float or a float4 in each lane, as read(index) loads them of
+// one state; eight states are loaded at once.
+template <typename Numbers, typename Read>
+__device__ __forceinline__ Numbers foldOuts(int count, const FoldWeights& fold, const Read& read) {
+    const auto merged = [&](int level, int merge, const Numbers& left, const Numbers& right) {
+        return mergedNumbers({__shfl_sync(all_lanes, fold.left[level], merge),
+                              __shfl_sync(all_lanes, fold.right[level], merge), 0.0F},
+                             left, right);
     };
     constexpr int chunk_levels = 3;
     static_assert(fold_at_once == 1 << chunk_levels);
-    float4 waiting[fold_levels - chunk_levels];
-    float4 top = make_float4(0.0F, 0.0F, 0.0F, 0.0F);
+    Numbers waiting[fold_levels - chunk_levels];
+    Numbers top{};
     for (int chunk = 0; chunk * fold_at_once < count; ++chunk) {
-        float4 parts[fold_at_once];
+        Numbers parts[fold_at_once];
 #pragma unroll
         for (int i = 0; i < fold_at_once; ++i)
             if (chunk * fold_at_once + i < count) parts[i] = read(chunk * fold_at_once + i);

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(warps* warp)
         for (int first = 0; first < params.head_dim; first += 4 * warp) {
             const int at = first + 4 * lane;
             const bool owns = at < params.head_dim;
-            const float4 out = foldOuts(params.parts, fold, [&](int index) {
+            const auto out = foldOuts<float4>(params.parts, fold, [&](int index) {
                 return owns ? *reinterpret_cast<const float4*>(
                                   params.out_parts + stateAt(index) * params.head_dim + at)
                             : make_float4(0.0F, 0.0F, 0.0F, 0.0F);
