@@ -9,7 +9,8 @@
 //
 // On CUDA every operation may be captured into a graph. A replay repeats the parameters as they
 // were captured, host numbers and addresses alike; what lies at the addresses of device memory is
-// read anew. append and attend take from the runs on the device how many rows there are and where.
+// read anew. append takes from the runs on the device, and attend from the plan and the runs, how
+// many rows there are and where.
 // So between replays these may change: the runs, where rows, run_count and max_position of the
 // capture are upper bounds and a run of 0 rows is none; the block tables; q, k, v, cosines and
 // sines. The pairs of copyBlocks are parameters and do not change.
@@ -120,6 +121,8 @@ struct AttendParams {
     float* lse = nullptr;       // [rows, query_heads]
     void* workspace = nullptr;  // attendWorkspaceBytes
     std::size_t workspace_bytes = 0;
+    void* plan = nullptr;  // what planAttend made of the runs; attendPlanBytes
+    std::size_t plan_bytes = 0;
 };
 
 // Folds `parts` states of each row as lanes fold: part with part + parts / 2, then + parts / 4, ...
@@ -189,6 +192,10 @@ struct ReadRunsParams {
 struct Operations {
     void (*append)(const AppendParams&, StreamView);
     void (*gather)(const GatherParams&, StreamView);
+    // How attend will cut the work, into the plan: once for all layers, whenever the runs or what
+    // they say has changed. Parameters as in the attends that follow (q, out, lse, tables and layer
+    // do not matter), but run_count, which may be less.
+    void (*planAttend)(const AttendParams&, StreamView);
     void (*attend)(const AttendParams&, StreamView);
     void (*merge)(const MergeParams&, StreamView);
     void (*copyBlocks)(const CopyBlocksParams&, StreamView);
@@ -197,6 +204,8 @@ struct Operations {
     // Workspace with which attend can do any step of at most `rows` rows. More is faster, up to a
     // device's own bound; it never grows with the context.
     std::size_t (*attendWorkspaceBytes)(std::int64_t rows, int query_heads, int head_dim);
+    // Of the plan of any step of at most `rows` rows in `runs` runs.
+    std::size_t (*attendPlanBytes)(std::int64_t rows, std::int64_t runs, int query_heads);
 };
 
 }  // namespace kvgrid

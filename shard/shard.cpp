@@ -18,7 +18,9 @@ Result<Shard::MemoryBytes> Shard::memoryBytes(const Device& device, const ShardC
     const Wide angles = Wide{limits.max_step_tokens} * config.rotary.dim * 4;
     const Wide on_device = Wide{*block} * limits.device_blocks + states + tables + angles +
                            static_cast<Wide>(device.operations().attendWorkspaceBytes(
-                               limits.max_step_tokens, config.query_heads, config.block.head_dim));
+                               limits.max_step_tokens, config.query_heads, config.block.head_dim)) +
+                           static_cast<Wide>(device.operations().attendPlanBytes(
+                               limits.max_step_tokens, limits.max_sequences, config.query_heads));
     const Wide on_host = Wide{*block} * limits.host_blocks;
     if (on_device + on_host > std::numeric_limits<std::int64_t>::max()) {
         return failure(ErrorCode::does_not_fit, "the bytes of the cache exceed 64 bits");
@@ -52,11 +54,16 @@ Result<Shard> Shard::create(Device& device, const ShardConfig& config) {
         device, device.operations().attendWorkspaceBytes(limits.max_step_tokens, config.query_heads,
                                                          config.block.head_dim));
     if (!workspace) return tl::unexpected<Failure>(workspace.error());
+    Result<Buffer> attend_plan = Buffer::onDevice(
+        device, device.operations().attendPlanBytes(limits.max_step_tokens, limits.max_sequences,
+                                                    config.query_heads));
+    if (!attend_plan) return tl::unexpected<Failure>(attend_plan.error());
     device.synchronize(
         device.defaultStream());  // the tables are clear, whatever stream comes first
-    return Shard(device, config,
-                 Memory{std::move(*device_pool), std::move(*host_pool), std::move(*tables),
-                        std::move(*q), std::move(*out), std::move(*lse), std::move(*workspace)});
+    return Shard(
+        device, config,
+        Memory{std::move(*device_pool), std::move(*host_pool), std::move(*tables), std::move(*q),
+               std::move(*out), std::move(*lse), std::move(*workspace), std::move(*attend_plan)});
 }
 
 Shard::Shard(Device& device, const ShardConfig& config, Memory memory)
@@ -70,6 +77,7 @@ Shard::Shard(Device& device, const ShardConfig& config, Memory memory)
       out_(std::move(memory.out)),
       lse_(std::move(memory.lse)),
       workspace_(std::move(memory.workspace)),
+      plan_(std::move(memory.plan)),
       appended_(static_cast<std::size_t>(config.limits.max_sequences) *
                 static_cast<std::size_t>(config.block.layers)),
       copies_(device) {}
@@ -82,6 +90,7 @@ Result<void> Shard::apply(const StepPlan& plan, StreamView stream) {
     // The copies run beside the uploads.
     const bool copied = copyBlocks(plan.copies, stream);
     tables_.apply(plan, stream);
+    device_->operations().planAttend(attendParams(extent(stream)), stream);
     if (copied) copies_.after.makeWait(stream);
     q_layer_ = -1;
     return {};
@@ -209,6 +218,13 @@ Result<void> Shard::attend(int layer, StreamView stream) {
                        "layer " + std::to_string(layer) +
                            " is attended before its q was appended in this step");
     }
+    AttendParams params = attendParams(extent);
+    params.layer = layer;
+    device_->operations().attend(params, stream);
+    return {};
+}
+
+AttendParams Shard::attendParams(const Extent& extent) const {
     AttendParams params;
     params.query_heads = config_.query_heads;
     params.kv_heads = config_.block.kv_heads;
@@ -222,13 +238,13 @@ Result<void> Shard::attend(int layer, StreamView stream) {
     params.context_ranks = config_.place.contexts;
     params.tables = tables_.view();
     params.pool = device_pool_.view();
-    params.layer = layer;
     params.out = out_.as<float>();
     params.lse = lse_.as<float>();
     params.workspace = workspace_.data();
     params.workspace_bytes = workspace_.bytes();
-    device_->operations().attend(params, stream);
-    return {};
+    params.plan = plan_.data();
+    params.plan_bytes = plan_.bytes();
+    return params;
 }
 
 Result<void> Shard::gather(SequenceId sequence, int layer, void* k, void* v, StreamView stream) {

@@ -99,7 +99,7 @@ private:
     struct Memory {
         Pool device_pool, host_pool;
         BlockTables tables;
-        Buffer q, out, lse, workspace;
+        Buffer q, out, lse, workspace, plan;
     };
     struct CopyStream {
         explicit CopyStream(Device& device) : stream(device), before(device), after(device) {}
@@ -110,6 +110,7 @@ private:
     Shard(Device& device, const ShardConfig& config, Memory memory);
     [[nodiscard]] bool copyBlocks(std::span<const CopyRecord> copies, StreamView stream);
     void mark(int layer);
+    [[nodiscard]] AttendParams attendParams(const Extent& extent) const;
     void forgetPast(std::int32_t slot, std::int64_t length);
     [[nodiscard]] Result<void> checkLayer(int layer) const;
 
@@ -123,6 +124,7 @@ private:
     Buffer out_;                          // [max_step_tokens, query heads, head_dim] fp32
     Buffer lse_;                          // [max_step_tokens, query heads] fp32
     Buffer workspace_;                    // of attend
+    Buffer plan_;                         // of attend, made in apply
     std::vector<std::int64_t> appended_;  // [slot][layer]: positions below are written
     std::vector<BlockPair> pairs_;
     CopyStream copies_;

@@ -194,6 +194,13 @@ void attend(const AttendParams& params, StreamView stream) {
     Attend(params, cpuDevice(stream)).run();
 }
 
+// The work is cut while it is done.
+void planAttend(const AttendParams&, StreamView) {}
+
+std::size_t attendPlanBytes(std::int64_t, std::int64_t, int) {
+    return 0;
+}
+
 std::size_t attendWorkspaceBytes(std::int64_t rows, int query_heads, int head_dim) {
     const std::int64_t one_part = stateBytes(rows, query_heads, head_dim);
     std::int64_t states = 0;

@@ -18,12 +18,14 @@ namespace {
 constexpr Operations cpu_operations{
     .append = append,
     .gather = gather,
+    .planAttend = planAttend,
     .attend = attend,
     .merge = merge,
     .copyBlocks = copyBlocks,
     .output = output,
     .readRuns = readRuns,
     .attendWorkspaceBytes = attendWorkspaceBytes,
+    .attendPlanBytes = attendPlanBytes,
 };
 
 // Copies and fills are cut into pieces of this size.

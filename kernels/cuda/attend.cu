@@ -1,4 +1,5 @@
 #include "kernels/cuda/attend_launch.h"
+#include "kernels/cuda/attend_plan.h"
 #include "kernels/cuda/fold_states.cuh"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/operations.h"
@@ -14,7 +15,6 @@ constexpr int least_stages = 2;
 constexpr int fold_warps = 16;
 constexpr int fold_blocks_per_multiprocessor = 2;
 static_assert(fold_warps * fold_most >= 1 << most_unit_bits);
-static_assert(fold_warps <= schedule_warps && attend_warps <= schedule_warps);
 
 // Folds the units of cut trees: a row of a tree a block of threads.
 __global__ void __launch_bounds__(fold_warps* warp_size)
@@ -27,14 +27,13 @@ __global__ void __launch_bounds__(fold_warps* warp_size)
     const int group = params.query_heads / params.kv_heads;
     const int warp = static_cast<int>(threadIdx.x) / warp_size;
     const int lane = static_cast<int>(threadIdx.x) % warp_size;
-    UnitCursor<true> cursor(params, stepBits(launch));
-    Unit tree;
-    std::int64_t item = blockIdx.x;
-    bool found = cursor.find(item / tile_rows, tree);
+    const int items = launch.plan.header->trees * tile_rows;
     // Also where there is nothing to fold: whoever comes next waits for this launch alone.
     waitForLaunchBefore();
-    for (; found; item += gridDim.x, found = cursor.find(item / tile_rows, tree)) {
-        const int row = static_cast<int>(item % tile_rows);
+    for (int item = static_cast<int>(blockIdx.x); item < items;
+         item += static_cast<int>(gridDim.x)) {
+        const Unit tree = loadUnit(launch.plan.trees + item / tile_rows);
+        const int row = item % tile_rows;
         if (row >= tree.rows) continue;
         const int units = 1 << (tree.shape.round_bits - tree.round_bits);
         const int units_per_warp = units > fold_warps ? units / fold_warps : 1;
@@ -88,8 +87,8 @@ struct SharedMemory {
 
 // Tiles that a warp's ring holds, so that as many blocks of threads as wanted run at once.
 int stagesFor(const AttendKernel& kernel, const SharedMemory& shared) {
-    constexpr int reserved = 1024;                         // by the system, of each block
-    constexpr int static_bytes = schedule_warps * 8 + 64;  // beside the dynamic
+    constexpr int reserved = 1024;     // by the system, of each block
+    constexpr int static_bytes = 128;  // beside the dynamic, at most
     const int room =
         std::min(shared.block_bytes,
                  shared.multiprocessor_bytes / kernel.blocks_per_multiprocessor - reserved);
@@ -113,6 +112,7 @@ AttendKernel kernelFor(NumberFormat format, int head_dim) {
 void prepareAttend(int block_bytes, int multiprocessor_bytes) {
     const SharedMemory shared{block_bytes, multiprocessor_bytes};
     load(attend_fold_kernel);
+    preparePlan();
     for (const AttendKernels& kernels : {fp16AttendKernels(), bf16AttendKernels()})
         for (const AttendKernel& kernel : kernels)
             load(kernel.function, kernel.sharedBytes(stagesFor(kernel, shared)));
@@ -122,20 +122,40 @@ std::size_t attendWorkspaceBytes(std::int64_t, int, int head_dim) {
     return static_cast<std::size_t>(most_slots * slotNumbers(head_dim)) * sizeof(float);
 }
 
-void attend(const AttendParams& params, StreamView stream) {
-    const int group = params.kv_heads > 0 ? params.query_heads / params.kv_heads : 0;
-    if (group < 1) throw Error(ErrorCode::internal, "attend: no query heads");
-    const AttendKernel kernel = kernelFor(params.pool.format, params.head_dim);
-    if (params.run_count == 0) return;
-    const CudaDevice& device = useDevice(stream);
+namespace {
+
+AttendLaunch launchOf(const AttendParams& params, const AttendKernel& kernel,
+                      const CudaDevice& device) {
     AttendLaunch launch;
     launch.params = params;
+    launch.plan = planView(params.plan, params.plan_bytes);
     launch.blocks = device.attendBlocks() > 0
                         ? device.attendBlocks()
                         : device.multiprocessors() * kernel.blocks_per_multiprocessor;
     launch.stages = stagesFor(kernel, {device.sharedBytes(), device.sharedBytesOfMultiprocessor()});
     const std::int64_t room = static_cast<std::int64_t>(params.workspace_bytes / sizeof(float));
     launch.slots = std::min(most_slots, room / slotNumbers(params.head_dim));
+    return launch;
+}
+
+AttendKernel checkedKernel(const AttendParams& params) {
+    const int group = params.kv_heads > 0 ? params.query_heads / params.kv_heads : 0;
+    if (group < 1) throw Error(ErrorCode::internal, "attend: no query heads");
+    return kernelFor(params.pool.format, params.head_dim);
+}
+
+}  // namespace
+
+void planAttend(const AttendParams& params, StreamView stream) {
+    const AttendKernel kernel = checkedKernel(params);
+    launchPlan(launchOf(params, kernel, useDevice(stream)), handleOf(stream));
+}
+
+void attend(const AttendParams& params, StreamView stream) {
+    const AttendKernel kernel = checkedKernel(params);
+    if (params.run_count == 0) return;
+    const CudaDevice& device = useDevice(stream);
+    const AttendLaunch launch = launchOf(params, kernel, device);
     kernel.launch(launch, static_cast<unsigned>(launch.blocks), kernel.sharedBytes(launch.stages),
                   handleOf(stream));
     checkLaunch("attend_kernel");

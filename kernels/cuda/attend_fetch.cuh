@@ -68,10 +68,9 @@ class TileFetcher {
     using Shape = AttendShape<head_dim>;
 
 public:
-    __device__ TileFetcher(const AttendLaunch& launch, int step_bits, int warp, const Ring& ring)
+    __device__ TileFetcher(const AttendLaunch& launch, int warp, const Ring& ring)
         : params_(launch.params),
-          cursor_(launch.params, step_bits),
-          next_unit_(blockIdx.x),
+          deal_(launch.plan),
           warp_(warp),
           whole_tiles_(launch.params.pool.token_stride == Shape::row_bytes &&
                        launch.params.pool.block_size % Shape::tile_tokens == 0),
@@ -147,8 +146,7 @@ private:
         while (true) {
             ++round_;
             if (unit_.round_bits < 0 || round_ >> unit_.round_bits != 0) {
-                if (!cursor_.find(next_unit_, unit_)) return;
-                next_unit_ += gridDim.x;
+                if (!deal_.next(unit_)) return;
                 round_ = 0;
             }
             const std::int64_t stripe = unit_.stripeAt(
@@ -316,8 +314,7 @@ private:
 #endif
 
     const AttendParams& params_;
-    UnitCursor<false> cursor_;
-    std::int64_t next_unit_;
+    UnitDeal deal_;
     Unit unit_;  // of next_
     std::int64_t round_;
     LeafSource leaf_;

@@ -380,15 +380,14 @@ __global__ void __launch_bounds__(attend_threads, AttendShape<head_dim>::blocks_
 #endif
 
     letNextLaunchStart();
-    const int step_bits = stepBits(launch);
-    TileFetcher<head_dim> fetcher(launch, step_bits, warp, ring);
+    TileFetcher<head_dim> fetcher(launch, warp, ring);
     for (int i = 1; i < launch.stages; ++i)
         fetcher.fetch();
 
     const int group = params.query_heads / params.kv_heads;
-    UnitCursor<false> cursor(params, step_bits);
+    UnitDeal deal(launch.plan);
     Unit unit;
-    for (std::int64_t index = blockIdx.x; cursor.find(index, unit); index += gridDim.x) {
+    while (deal.next(unit)) {
         Leaf<format, head_dim> leaf;
         leaf.loadQueries(params, unit);
         std::int64_t positions[2];  // of the thread's rows; -1: there is none

@@ -18,12 +18,14 @@ constexpr int least_major = 8;  // cp.async and bf16 products
 constexpr Operations cuda_operations{
     .append = append,
     .gather = gather,
+    .planAttend = planAttend,
     .attend = attend,
     .merge = merge,
     .copyBlocks = copyBlocks,
     .output = output,
     .readRuns = readRuns,
     .attendWorkspaceBytes = attendWorkspaceBytes,
+    .attendPlanBytes = attendPlanBytes,
 };
 
 std::string describe(const char* call, cudaError_t status) {

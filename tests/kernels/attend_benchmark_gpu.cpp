@@ -220,7 +220,10 @@ public:
         for (const std::size_t bytes :
              {q_.size() * sizeof(float), states * sizeof(float),
               device.operations().attendWorkspaceBytes(static_cast<std::int64_t>(runs.size()),
-                                                       shape.query_heads, shape.head_dim)})
+                                                       shape.query_heads, shape.head_dim),
+              device.operations().attendPlanBytes(static_cast<std::int64_t>(runs.size()),
+                                                  static_cast<std::int64_t>(runs.size()),
+                                                  shape.query_heads)})
             buffers_.push_back(Buffer::onDevice(device, bytes).value());
         params = {.query_heads = shape.query_heads,
                   .kv_heads = shape.kv_heads,
@@ -235,7 +238,10 @@ public:
                   .out = buffers_[3].as<float>(),
                   .lse = buffers_[4].as<float>(),
                   .workspace = buffers_[5].data(),
-                  .workspace_bytes = buffers_[5].bytes()};
+                  .workspace_bytes = buffers_[5].bytes(),
+                  .plan = buffers_[6].data(),
+                  .plan_bytes = buffers_[6].bytes()};
+        device.operations().planAttend(params, device.defaultStream());
     }
 
     void attend(std::int64_t layer) {

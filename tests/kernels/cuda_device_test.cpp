@@ -90,7 +90,10 @@ struct ResidentStep {
           lse(DeviceArray<float>::poisoned(
               step_world.device(),
               static_cast<std::size_t>(most_rows * step_world.model().query_heads))),
-          workspace(DeviceArray<std::byte>::poisoned(step_world.device(), workspace_bytes)) {}
+          workspace(DeviceArray<std::byte>::poisoned(step_world.device(), workspace_bytes)),
+          plan(DeviceArray<std::byte>::poisoned(
+              step_world.device(), step_world.device().operations().attendPlanBytes(
+                                       most_rows, most_runs, step_world.model().query_heads))) {}
 
     static std::size_t numbersOf(const PagedWorld& world, std::int64_t rows) {
         return static_cast<std::size_t>(rows * world.model().query_heads * world.model().head_dim);
@@ -122,22 +125,25 @@ struct ResidentStep {
     void attend() const {
         const Model& model = world->model();
         Device& device = world->device();
-        device.operations().attend({.query_heads = model.query_heads,
-                                    .kv_heads = model.kv_heads,
-                                    .head_dim = model.head_dim,
-                                    .scale = model.softmaxScale(),
-                                    .q = q.data(),
-                                    .runs = runs.data(),
-                                    .run_count = static_cast<std::int64_t>(runs.size()),
-                                    .max_position = max_position,
-                                    .tables = world->tables(),
-                                    .pool = world->pool(),
-                                    .layer = world->layer(),
-                                    .out = out.data(),
-                                    .lse = lse.data(),
-                                    .workspace = workspace.data(),
-                                    .workspace_bytes = workspace.size()},
-                                   device.defaultStream());
+        const AttendParams params{.query_heads = model.query_heads,
+                                  .kv_heads = model.kv_heads,
+                                  .head_dim = model.head_dim,
+                                  .scale = model.softmaxScale(),
+                                  .q = q.data(),
+                                  .runs = runs.data(),
+                                  .run_count = static_cast<std::int64_t>(runs.size()),
+                                  .max_position = max_position,
+                                  .tables = world->tables(),
+                                  .pool = world->pool(),
+                                  .layer = world->layer(),
+                                  .out = out.data(),
+                                  .lse = lse.data(),
+                                  .workspace = workspace.data(),
+                                  .workspace_bytes = workspace.size(),
+                                  .plan = plan.data(),
+                                  .plan_bytes = plan.size()};
+        device.operations().planAttend(params, device.defaultStream());
+        device.operations().attend(params, device.defaultStream());
     }
 
     [[nodiscard]] States states() const { return {out.download(), lse.download()}; }
@@ -150,6 +156,7 @@ struct ResidentStep {
     DeviceArray<float> out;
     DeviceArray<float> lse;
     DeviceArray<std::byte> workspace;
+    DeviceArray<std::byte> plan;
 };
 
 // A workspace of any size gives the same bits: none at all, a few slots, all.

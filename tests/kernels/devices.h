@@ -198,6 +198,17 @@ private:
     Buffer buffer_;
 };
 
+// Plans and attends a step of `rows` rows, with a plan of just the bytes that such a step may need.
+inline void planAndAttend(Device& device, AttendParams params, std::int64_t rows) {
+    const auto plan = DeviceArray<std::byte>::poisoned(
+        device, device.operations().attendPlanBytes(rows, params.run_count, params.query_heads));
+    params.plan = plan.data();
+    params.plan_bytes = plan.size();
+    device.operations().planAttend(params, device.defaultStream());
+    device.operations().attend(params, device.defaultStream());
+    plan.expectGuardIntact();
+}
+
 // Equal bits, NaN included.
 template <typename T>
 [[nodiscard]] bool sameBits(const std::vector<T>& a, const std::vector<T>& b) {

@@ -106,22 +106,23 @@ protected:
         const auto lse = DeviceArray<float>::poisoned(device, 2);
         const auto workspace = DeviceArray<std::byte>::poisoned(
             device, device.operations().attendWorkspaceBytes(1, 2, head_dim));
-        device.operations().attend({.query_heads = 2,
-                                    .kv_heads = 1,
-                                    .head_dim = head_dim,
-                                    .scale = model_.softmaxScale(),
-                                    .q = device_q.data(),
-                                    .runs = runs.data(),
-                                    .run_count = 1,
-                                    .max_position = position,
-                                    .tables = tables,
-                                    .pool = pool,
-                                    .layer = layer,
-                                    .out = out.data(),
-                                    .lse = lse.data(),
-                                    .workspace = workspace.data(),
-                                    .workspace_bytes = workspace.size()},
-                                   device.defaultStream());
+        planAndAttend(device,
+                      {.query_heads = 2,
+                       .kv_heads = 1,
+                       .head_dim = head_dim,
+                       .scale = model_.softmaxScale(),
+                       .q = device_q.data(),
+                       .runs = runs.data(),
+                       .run_count = 1,
+                       .max_position = position,
+                       .tables = tables,
+                       .pool = pool,
+                       .layer = layer,
+                       .out = out.data(),
+                       .lse = lse.data(),
+                       .workspace = workspace.data(),
+                       .workspace_bytes = workspace.size()},
+                      1);
         const PagedWorld world(device, model_, {}, {{.id = 0, .length = position + 1}});
         expectOracle(world, {out.download(), lse.download()}, 0, 0, position);
     }
@@ -248,22 +249,23 @@ protected:
         EXPECT_TRUE(sameBits(world.image(), world.downloadPool()));
         const auto workspace = DeviceArray<std::byte>::poisoned(
             device, device.operations().attendWorkspaceBytes(1, query_heads, head_dim));
-        device.operations().attend({.query_heads = query_heads,
-                                    .kv_heads = 1,
-                                    .head_dim = head_dim,
-                                    .scale = model_.softmaxScale(),
-                                    .q = reinterpret_cast<const float*>(rotated->data()),
-                                    .runs = runs.data(),
-                                    .run_count = 1,
-                                    .max_position = position,
-                                    .tables = world.tables(),
-                                    .pool = world.pool(),
-                                    .layer = world.layer(),
-                                    .out = reinterpret_cast<float*>(out->data()),
-                                    .lse = reinterpret_cast<float*>(lse->data()),
-                                    .workspace = workspace.data(),
-                                    .workspace_bytes = workspace.size()},
-                                   device.defaultStream());
+        planAndAttend(device,
+                      {.query_heads = query_heads,
+                       .kv_heads = 1,
+                       .head_dim = head_dim,
+                       .scale = model_.softmaxScale(),
+                       .q = reinterpret_cast<const float*>(rotated->data()),
+                       .runs = runs.data(),
+                       .run_count = 1,
+                       .max_position = position,
+                       .tables = world.tables(),
+                       .pool = world.pool(),
+                       .layer = world.layer(),
+                       .out = reinterpret_cast<float*>(out->data()),
+                       .lse = reinterpret_cast<float*>(lse->data()),
+                       .workspace = workspace.data(),
+                       .workspace_bytes = workspace.size()},
+                      1);
         expectOracle(world, {download(*out, width), download(*lse, query_heads)}, 0, 0, position);
     }
 

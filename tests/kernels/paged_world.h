@@ -304,7 +304,7 @@ inline States attend(const PagedWorld& world, const Runs& runs, const AttendOpti
                               .lse = lse.data(),
                               .workspace = workspace.data(),
                               .workspace_bytes = workspace.size()};
-    device.operations().attend(params, device.defaultStream());
+    planAndAttend(device, params, rows);
     out.expectGuardIntact();
     lse.expectGuardIntact();
     workspace.expectGuardIntact();

@@ -1,0 +1,276 @@
+// Cuts a step's attention into units and deals them out by size: attend_schedule.cuh says into
+// what.
+//
+// One block of threads does it, once a step: it counts the units of each run, how much work each
+// unit is, sorts them by that (by counting), and writes them down whole, so that attend_kernel and
+// attend_fold_kernel need one load to begin.
+#include "kernels/cuda/attend_plan.h"
+
+#include "kernels/cuda/launch.h"
+#include "kernels/cuda/operations.h"
+
+namespace kvgrid::cuda {
+namespace {
+
+constexpr int threads = 1024;
+constexpr int warps = threads / warp_size;
+// Cut trees: each has two units at least, and the units of cut trees fit the slots.
+constexpr std::int64_t most_trees = 2048;
+constexpr std::int64_t most_cut_units = 4096;
+constexpr std::int64_t header_bytes = 64;
+constexpr int sizes = 65;  // of units, to sort by: 0 to 64 parts of the largest
+
+// Units, cut trees and slots of the runs before one.
+struct RunBegin {
+    std::int64_t units, slots, trees;
+};
+
+template <typename T>
+__device__ __forceinline__ T warpSum(T value) {
+#pragma unroll
+    for (int distance = warp_size / 2; distance > 0; distance /= 2)
+        value += __shfl_xor_sync(all_lanes, value, distance);
+    return value;
+}
+
+// Called by all threads. The sum of `value` over them.
+__device__ std::int64_t blockSum(std::int64_t value) {
+    __shared__ std::int64_t sums[warps];
+    const int lane = static_cast<int>(threadIdx.x) % warp_size;
+    value = warpSum(value);
+    if (lane == 0) sums[threadIdx.x / warp_size] = value;
+    __syncthreads();
+    const std::int64_t sum = warpSum(sums[lane]);
+    __syncthreads();
+    return sum;
+}
+
+// Called by all threads. The sum over the threads before this one; `total` over all.
+__device__ std::int64_t sumBefore(std::int64_t value, std::int64_t& total) {
+    __shared__ std::int64_t sums[warps];
+    const int lane = static_cast<int>(threadIdx.x) % warp_size;
+    const auto warp = threadIdx.x / warp_size;
+    std::int64_t upTo = value;
+#pragma unroll
+    for (int distance = 1; distance < warp_size; distance *= 2) {
+        const std::int64_t more = __shfl_up_sync(all_lanes, upTo, distance);
+        if (lane >= distance) upTo += more;
+    }
+    if (lane == warp_size - 1) sums[warp] = upTo;
+    __syncthreads();
+    std::int64_t before = 0;
+    total = 0;
+    for (unsigned i = 0; i < warps; ++i) {
+        if (i < warp) before += sums[i];
+        total += sums[i];
+    }
+    __syncthreads();
+    return before + upTo - value;
+}
+
+// log2 of the rounds of a unit in this step: as large as keeps the blocks of threads evenly busy,
+// and so that the units of cut trees fit the slots.
+__device__ int stepBits(const AttendLaunch& launch) {
+    const AttendParams& params = launch.params;
+    std::int64_t rounds = 0;
+    for (std::int64_t i = threadIdx.x; i < params.run_count; i += threads) {
+        const RunShape shape = shapeOf(params.runs[i], params);
+        rounds += shape.trees(params.kv_heads) << shape.round_bits;
+    }
+    rounds = blockSum(rounds);
+    // Rounds of the busiest block of threads.
+    const auto busiest = [&](int bits) {
+        const std::int64_t units = ((rounds - 1) >> bits) + 1;
+        return (units + launch.blocks - 1) / launch.blocks << bits;
+    };
+    constexpr int preferred_most = 4;
+    const std::int64_t least = busiest(0);
+    int bits = 0;
+    for (int candidate = 1; candidate <= preferred_most; ++candidate)
+        if (busiest(candidate) * 64 <= least * 65) bits = candidate;
+    while (bits < most_round_bits && rounds >> bits > launch.slots)
+        ++bits;
+    return bits;
+}
+
+// A unit of a run, or (unit_of_tree 0 of) a tree. Tiles vary fastest, so that blocks of threads
+// that run together read the same K and V; then the units of a tree, then KV heads.
+__device__ Unit unitOf(const AttendParams& params, const Run& run, int step_bits, bool is_tree,
+                       std::int64_t index, std::int64_t slots_before) {
+    const int group = params.query_heads / params.kv_heads;
+    Unit unit;
+    unit.shape = shapeOf(run, params);
+    unit.round_bits = unitBits(unit.shape, step_bits);
+    const int cut_bits = unit.shape.round_bits - unit.round_bits;
+    const std::int64_t tiles = unit.shape.tiles;
+    const std::int64_t head_and_unit = index / tiles;
+    const std::int64_t tile = index - head_and_unit * tiles;
+    const std::int64_t unit_of_tree =
+        is_tree ? 0 : head_and_unit & ((std::int64_t{1} << cut_bits) - 1);
+    unit.kv_head = static_cast<int>(is_tree ? head_and_unit : head_and_unit >> cut_bits);
+    unit.slot = run.slot;
+    unit.whole = cut_bits == 0;
+    unit.first_round = unit_of_tree << unit.round_bits;
+    unit.first_position = run.first_position;
+    unit.first_row = run.first_row;
+    unit.first_query = tile * tile_rows;
+    const std::int64_t queries = std::int64_t{run.rows} * group - unit.first_query;
+    unit.rows = static_cast<int>(queries < tile_rows ? queries : tile_rows);
+    unit.last_position = run.first_position + (unit.first_query + unit.rows - 1) / group;
+    unit.slot_stride = tiles;
+    unit.workspace_slot =
+        slots_before +
+        ((static_cast<std::int64_t>(unit.kv_head) << cut_bits) + unit_of_tree) * tiles + tile;
+    return unit;
+}
+
+// The run that has the item, where member(begin) counts the items before each run.
+template <typename Member>
+__device__ std::int64_t runOf(const RunBegin* begins, std::int64_t run_count, std::int64_t item,
+                              const Member& member) {
+    std::int64_t low = 0;  // the last run that begins at or before the item lies in [low, high)
+    std::int64_t high = run_count;
+    while (high - low > 1) {
+        const std::int64_t middle = (low + high) / 2;
+        if (member(begins[middle]) <= item)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+// How much of the largest unit there is, in parts of 64: leaves that exist, of some if there are
+// many.
+__device__ int sizeOf(const Unit& unit, int largest_bits, int context_ranks) {
+    const std::int64_t paths = std::int64_t{attend_warps} << unit.round_bits;
+    const std::int64_t step = paths > 64 ? paths / 64 : 1;
+    const std::int64_t first = unit.first_round * attend_warps;
+    std::int64_t leaves = 0;
+    for (std::int64_t path = 0; path < paths; path += step)
+        leaves += unit.stripeAt(first + path, context_ranks) < unit.stripes() ? step : 0;
+    return static_cast<int>(((leaves << 4) + (std::int64_t{1} << largest_bits) - 1) >>
+                            largest_bits);
+}
+
+__global__ void __launch_bounds__(threads)
+    attend_plan_kernel(const __grid_constant__ AttendLaunch launch, RunBegin* begins,
+                       std::uint8_t* unit_sizes) {
+    __shared__ int places[sizes];  // how many units of each size, then where the next one goes
+    __shared__ int largest_bits;
+    const AttendParams& params = launch.params;
+    const auto thread = static_cast<int>(threadIdx.x);
+    if (thread < sizes) places[thread] = 0;
+    if (thread == 0) largest_bits = 0;
+    const int step_bits = stepBits(launch);  // synchronises
+
+    RunBegin before{0, 0, 0};
+    for (std::int64_t first = 0; first < params.run_count; first += threads) {
+        const std::int64_t i = first + thread;
+        RunBegin mine{0, 0, 0};
+        if (i < params.run_count) {
+            const RunShape shape = shapeOf(params.runs[i], params);
+            const int bits = unitBits(shape, step_bits);
+            const int cut_bits = shape.round_bits - bits;
+            const std::int64_t trees = shape.trees(params.kv_heads);
+            mine.units = trees << cut_bits;
+            mine.slots = cut_bits == 0 ? 0 : mine.units;
+            mine.trees = cut_bits == 0 ? 0 : trees;
+            if (mine.units > 0) atomicMax(&largest_bits, bits);
+        }
+        RunBegin total;
+        const RunBegin here{before.units + sumBefore(mine.units, total.units),
+                            before.slots + sumBefore(mine.slots, total.slots),
+                            before.trees + sumBefore(mine.trees, total.trees)};
+        if (i < params.run_count) begins[i] = here;
+        before = {before.units + total.units, before.slots + total.slots,
+                  before.trees + total.trees};
+    }
+    __syncthreads();
+    // More than the caller made room for is the caller's mistake; it must not write elsewhere.
+    const auto units = static_cast<int>(min(before.units, launch.plan.unit_capacity));
+    const auto trees = static_cast<int>(min(before.trees, most_trees));
+    if (thread == 0) *launch.plan.header = {units, trees};
+
+    const auto unitAt = [&](int item) {
+        const std::int64_t run = runOf(begins, params.run_count, item,
+                                       [](const RunBegin& begin) { return begin.units; });
+        return unitOf(params, params.runs[run], step_bits, false, item - begins[run].units,
+                      begins[run].slots);
+    };
+    for (int item = thread; item < units; item += threads) {
+        const int size = min(sizeOf(unitAt(item), largest_bits, params.context_ranks), sizes - 1);
+        unit_sizes[item] = static_cast<std::uint8_t>(size);
+        atomicAdd(&places[size], 1);
+    }
+    __syncthreads();
+    if (thread == 0) {
+        int next = 0;
+        for (int size = sizes - 1; size >= 0; --size) {
+            const int count = places[size];
+            places[size] = next;
+            next += count;
+        }
+    }
+    __syncthreads();
+    for (int item = thread; item < units; item += threads)
+        launch.plan.units[atomicAdd(&places[unit_sizes[item]], 1)] = unitAt(item);
+    for (int item = thread; item < trees; item += threads) {
+        const std::int64_t run = runOf(begins, params.run_count, item,
+                                       [](const RunBegin& begin) { return begin.trees; });
+        launch.plan.trees[item] = unitOf(params, params.runs[run], step_bits, true,
+                                         item - begins[run].trees, begins[run].slots);
+    }
+}
+
+// Behind the units: their sizes, then the runs' beginnings.
+std::size_t bytesOf(std::int64_t units, std::int64_t runs) {
+    const std::int64_t fixed = header_bytes + most_trees * static_cast<std::int64_t>(sizeof(Unit));
+    const std::int64_t sizes_bytes = (units + 15) / 16 * 16;
+    return static_cast<std::size_t>(fixed + units * static_cast<std::int64_t>(sizeof(Unit)) +
+                                    sizes_bytes +
+                                    runs * static_cast<std::int64_t>(sizeof(RunBegin)));
+}
+
+}  // namespace
+
+std::size_t attendPlanBytes(std::int64_t rows, std::int64_t runs, int query_heads) {
+    // Whole trees: a tile of each KV head for 8 query rows, and one more a run.
+    const std::int64_t tiles = rows * query_heads / tile_rows + runs * query_heads;
+    return bytesOf(tiles + most_cut_units, runs);
+}
+
+PlanView planView(void* plan, std::size_t bytes) {
+    auto* const data = static_cast<std::byte*>(plan);
+    PlanView view;
+    view.header = reinterpret_cast<PlanHeader*>(data);
+    view.trees = reinterpret_cast<Unit*>(data + header_bytes);
+    view.units = view.trees + most_trees;
+    const std::size_t fixed = bytesOf(0, 0);
+    view.unit_capacity =
+        bytes < fixed ? 0 : static_cast<std::int64_t>((bytes - fixed) / (sizeof(Unit) + 1));
+    return view;
+}
+
+void preparePlan() {
+    load(attend_plan_kernel);
+}
+
+void launchPlan(const AttendLaunch& launch, ::cudaStream_t stream) {
+    AttendLaunch planned = launch;
+    const std::int64_t runs = launch.params.run_count;
+    const std::int64_t runs_bytes = runs * static_cast<std::int64_t>(sizeof(RunBegin));
+    if (launch.params.plan_bytes < bytesOf(0, runs) + 16)
+        throw Error(ErrorCode::internal, "attend: no room for the plan");
+    // What the beginnings take, units cannot.
+    const auto bytes = static_cast<std::int64_t>(launch.params.plan_bytes);
+    planned.plan = planView(launch.params.plan, static_cast<std::size_t>(bytes - runs_bytes - 16));
+    auto* const begins = reinterpret_cast<RunBegin*>(static_cast<std::byte*>(launch.params.plan) +
+                                                     (bytes - runs_bytes) / 16 * 16);
+    auto* const unit_sizes =
+        reinterpret_cast<std::uint8_t*>(planned.plan.units + planned.plan.unit_capacity);
+    attend_plan_kernel<<<1, threads, 0, stream>>>(planned, begins, unit_sizes);
+    checkLaunch("attend_plan_kernel");
+}
+
+}  // namespace kvgrid::cuda
