@@ -26,8 +26,7 @@ struct AttendShape {
     static constexpr int register_levels = head_dim > 128 ? 0 : 3;
 
     // So that one's arithmetic, folds and waits at barriers pass while memory serves the other.
-    // States of 256 numbers leave room for one.
-    static constexpr int blocks_per_multiprocessor = head_dim > 128 ? 1 : 2;
+    static constexpr int blocks_per_multiprocessor = 2;
 
     // Of a stage: its tile, its barrier, and which of its tokens there are.
     static constexpr int stage_bytes = tile_bytes + 8 + 4;
