@@ -8,8 +8,10 @@
 #include <atomic>
 #include <cinttypes>
 #include <condition_variable>
+#include <cstdarg>
 #include <cstdio>
 #include <deque>
+#include <exception>
 #include <mutex>
 #include <string_view>
 #include <thread>
@@ -21,6 +23,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int deadline_exit_code = 5;
+constexpr int device_failed_exit_code = 1;
 constexpr std::chrono::milliseconds longest_nap{100};
 constexpr std::chrono::milliseconds shortest_nap{1};
 // Keeps `since + timeout` inside the clock's range.
@@ -52,6 +55,7 @@ struct Watchdog::State {
     bool watching = false;  // the writer's own
 
     struct Expected {
+        const void* owner = nullptr;
         std::int64_t step = 0;
         Clock::time_point since;
         Event event;
@@ -87,40 +91,59 @@ struct Watchdog::State {
 
     void checkExpected() {
         const std::lock_guard lock(expected_mutex);
-        const auto now = Clock::now();
-        while (!expected.empty() && expected.front().event.finished()) {
-            expected.pop_front();
-            if (!expected.empty()) expected.front().since = std::max(expected.front().since, now);
+        try {
+            const auto now = Clock::now();
+            while (!expected.empty() && expected.front().event.finished()) {
+                expected.pop_front();
+                if (!expected.empty())
+                    expected.front().since = std::max(expected.front().since, now);
+            }
+            if (expected.empty() || now - expected.front().since < timeout) return;
+        } catch (const std::exception& error) {
+            // The main thread may be far from its next call to the device.
+            atStep(expected.front().step);
+            say("%s", error.what());
+            ::_exit(device_failed_exit_code);
         }
-        if (expected.empty() || now - expected.front().since < timeout) return;
-        step.store(expected.front().step, std::memory_order_relaxed);
-        layer.store(-1, std::memory_order_relaxed);
+        atStep(expected.front().step);
         report("the device's work");
         ::_exit(deadline_exit_code);
     }
 
+    void atStep(std::int64_t number) noexcept {
+        step.store(number, std::memory_order_relaxed);
+        layer.store(-1, std::memory_order_relaxed);
+    }
+
     void report(const char* what) {
-        std::array<char, 96> place{};
+        const bool whole_seconds = timeout.count() % 1000 == 0;
+        const std::int64_t amount = whole_seconds ? timeout.count() / 1000 : timeout.count();
+        say("%s did not end within %" PRId64 " %s", what, amount, whole_seconds ? "s" : "ms");
+    }
+
+    // One line on stderr, with rank, step and layer before it.
+    [[gnu::format(printf, 2, 3)]] void say(const char* format, ...) {
+        constexpr std::string_view name = "kvgrid: ";
+        std::array<char, 512> line{};
+        int length = std::snprintf(line.data(), line.size(), "%srank %d: ", name.data(), rank);
+        const auto room = [&] { return line.size() - static_cast<std::size_t>(length); };
         const auto at_step = step.load(std::memory_order_relaxed);
         const int at_layer = layer.load(std::memory_order_relaxed);
         if (at_step >= 0 && at_layer >= 0) {
-            std::snprintf(place.data(), place.size(), "step %" PRId64 ", layer %d: ", at_step,
-                          at_layer);
+            length += std::snprintf(line.data() + length, room(),
+                                    "step %" PRId64 ", layer %d: ", at_step, at_layer);
         } else if (at_step >= 0) {
-            std::snprintf(place.data(), place.size(), "step %" PRId64 ": ", at_step);
+            length += std::snprintf(line.data() + length, room(), "step %" PRId64 ": ", at_step);
         }
-        const bool whole_seconds = timeout.count() % 1000 == 0;
-        const std::int64_t amount = whole_seconds ? timeout.count() / 1000 : timeout.count();
-        std::array<char, 512> line{};
-        const int length = std::snprintf(
-            line.data(), line.size(), "kvgrid: rank %d: %s%s did not end within %" PRId64 " %s\n",
-            rank, place.data(), what, amount, whole_seconds ? "s" : "ms");
-        const std::size_t end =
-            std::min(static_cast<std::size_t>(std::max(length, 0)), line.size() - 1);
-        writeToStderr(line.data(), end);
-        if (last_words == nullptr || end == 0) return;
-        line[end - 1] = '\0';
-        last_words(line.data() + std::string_view("kvgrid: ").size());
+        std::va_list arguments;
+        va_start(arguments, format);
+        length += std::max(0, std::vsnprintf(line.data() + length, room(), format, arguments));
+        va_end(arguments);
+        const std::size_t end = std::min(static_cast<std::size_t>(length), line.size() - 2);
+        line[end] = '\n';
+        writeToStderr(line.data(), end + 1);
+        line[end] = '\0';
+        if (last_words != nullptr) last_words(line.data() + name.size());
     }
 
     void run() {
@@ -156,14 +179,15 @@ void Watchdog::setPlace(std::int64_t step, int layer) noexcept {
     state_->layer.store(layer, std::memory_order_relaxed);
 }
 
-void Watchdog::expect(std::int64_t step, Event event) {
+void Watchdog::expect(const void* owner, std::int64_t step, Event event) {
     const std::lock_guard lock(state_->expected_mutex);
-    state_->expected.push_back({step, Clock::now(), std::move(event)});
+    state_->expected.push_back({owner, step, Clock::now(), std::move(event)});
 }
 
-void Watchdog::forgetExpected() {
+void Watchdog::forgetExpected(const void* owner) {
     const std::lock_guard lock(state_->expected_mutex);
-    state_->expected.clear();
+    std::erase_if(state_->expected,
+                  [owner](const auto& expected) { return expected.owner == owner; });
 }
 
 Watch::Watch(Watchdog& watchdog, const char* operation) noexcept

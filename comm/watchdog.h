@@ -28,11 +28,12 @@ public:
 
     // `event` was recorded behind the device's work of this step: it must come within the timeout,
     // counted from when the step before it was done. A launched graph shows no operation to the
-    // host, so this is how a step that hangs inside one is seen.
-    void expect(std::int64_t step, Event event);
-    // Drops what is expected. Before the events' device ends, and when their work is known to be
-    // done.
-    void forgetExpected();
+    // host, so this is how a step that hangs inside one is seen. A device that has failed ends the
+    // process too, with code 1.
+    void expect(const void* owner, std::int64_t step, Event event);
+    // Drops what this owner expects: before the events' device ends, and when their work is known
+    // to be done.
+    void forgetExpected(const void* owner);
 
 private:
     friend class Watch;

@@ -129,6 +129,12 @@ public:
 private:
     using Times = std::array<double, part_count>;
 
+    // A step as it is, and its parts: of the same run, or of another with events in between.
+    struct Timed {
+        StepTimes parts;
+        double step_s = 0;
+    };
+
     struct Ceiling {  // GB/s of a rank
         double mean = 0, least = 0, most = 0, contiguous = 0;
         std::int64_t bytes = 0;
@@ -144,7 +150,7 @@ private:
     [[nodiscard]] Result<void> fill(DecodeRun& decode, const Batch& batch);
     [[nodiscard]] Result<void> measure(DecodeRun& decode, const Batch& batch);
     // Collective. Of each step each part's longest time over ranks.
-    [[nodiscard]] std::vector<Times> slowest(const std::vector<StepTimes>& steps);
+    [[nodiscard]] std::vector<Times> slowest(const std::vector<Timed>& steps);
     [[nodiscard]] std::vector<Unit> unitsToCheck(const CacheHeads& heads) const;
     // The first cells of a row.
     [[nodiscard]] Row timings(const Batch& batch, const std::vector<Times>& steps) const;
@@ -320,7 +326,7 @@ Result<void> BenchRun::measure(DecodeRun& decode, const Batch& batch) {
     std::vector<RunTokens> runs;
     for (std::size_t sequence = 0; sequence < batch.lengths.size(); ++sequence)
         runs.push_back({.sequence = sequence});
-    std::vector<StepTimes> times;
+    std::vector<Timed> times;
     // Events between the kernels of a GPU would cost time: there the parts are of a run of their
     // own through each step, which is then dropped.
     const bool separately = process_.device() == DeviceKind::cuda;
@@ -336,8 +342,8 @@ Result<void> BenchRun::measure(DecodeRun& decode, const Batch& batch) {
         }
         auto time = decode.step(runs, {.timed = !separately}, take);
         if (!time) return tl::unexpected(time.error());
-        if (separately) time->parts = parts->parts;
-        if (token >= options_.warmup) times.push_back(*time);
+        if (token >= options_.warmup)
+            times.push_back({.parts = separately ? *parts : *time, .step_s = time->step_s});
         progress_.update(
             fmt::format("context {}: {} of {} steps", batch.context, token + 1, setup_.decoded));
     }
@@ -383,11 +389,11 @@ Row BenchRun::timings(const Batch& batch, const std::vector<Times>& steps) const
     return row;
 }
 
-std::vector<BenchRun::Times> BenchRun::slowest(const std::vector<StepTimes>& steps) {
+std::vector<BenchRun::Times> BenchRun::slowest(const std::vector<Timed>& steps) {
     std::vector<double> mine;
-    for (const StepTimes& step : steps) {
-        const CacheTiming& parts = step.parts;
-        const double other = step.step_s - parts.append_s - parts.attend_s - parts.join_s;
+    for (const Timed& step : steps) {
+        const CacheTiming& parts = step.parts.parts;
+        const double other = step.parts.step_s - parts.append_s - parts.attend_s - parts.join_s;
         mine.insert(mine.end(), {parts.append_s, parts.attend_s, parts.join_s, other, step.step_s});
     }
     std::vector<Times> most(steps.size(), Times{});

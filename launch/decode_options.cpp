@@ -158,6 +158,8 @@ std::int64_t DecodeSetup::blocksOf(std::int64_t tokens) const noexcept {
 }
 
 Result<DecodeSetup> prepareDecode(const DecodeOptions& options, const Process& process) {
+    if (options.share_gpu && process.device() == DeviceKind::cpu)
+        return invalid("--share-gpu: the ranks are on the CPU device");
     const auto graph = chooseGraph(options, process);
     if (!graph) return tl::unexpected(graph.error());
     auto model = loadModelConfig(options.model);

@@ -42,11 +42,4 @@ int answer(const std::string& text);
 [[nodiscard]] Result<Destination> openDestination(Process& process, const std::string& json,
                                                   const std::string& csv);
 
-// For calls that fail on all ranks or on one alone, which must not leave the others waiting.
-template <typename T>
-T orThrow(Result<T> result) {
-    if (!result) throw Error(result.error());
-    if constexpr (!std::is_void_v<T>) return std::move(*result);
-}
-
 }  // namespace kvgrid::launch

@@ -183,6 +183,9 @@ Result<Outcome> verify(const Run& run) {
     Progress progress(run.process.rank() == 0 &&
                       (run.options.progress || isatty(STDERR_FILENO) == 1));
     VerifyRun verify_run(run.process, run.options, *setup, progress);
+    for (const Batch& batch : setup->batches) {
+        if (auto fits = verify_run.checkPools(batch); !fits) return tl::unexpected(fits.error());
+    }
     Digest overall;
     std::vector<DecodedTogether> together;
     {

@@ -156,6 +156,25 @@ std::int64_t VerifyRun::compareStored(DecodeRun& run, std::int64_t tokens,
     return wrong;
 }
 
+Result<void> VerifyRun::checkPools(const Batch& batch) const {
+    const CacheConfig config = pressedConfig(batch);
+    const std::int64_t sequence = setup_.blocksOf(batch.context);
+    if (const std::int64_t missing = sequence - config.device_blocks; missing > 0) {
+        return failure(ErrorCode::does_not_fit,
+                       fmt::format("--device-blocks {}: a sequence of {} tokens needs {}, {} {} "
+                                   "missing",
+                                   config.device_blocks, batch.context, sequence, missing,
+                                   missing == 1 ? "is" : "are"));
+    }
+    const std::int64_t rest = sequence * config.max_sequences - config.device_blocks;
+    if (const std::int64_t missing = rest - config.host_blocks; missing > 0) {
+        return failure(ErrorCode::does_not_fit,
+                       fmt::format("--host-blocks {}: {} do not fit the device pool, {} {} missing",
+                                   config.host_blocks, rest, missing, missing == 1 ? "is" : "are"));
+    }
+    return {};
+}
+
 CacheConfig VerifyRun::pressedConfig(const Batch& batch) const {
     CacheConfig config = setup_.config;
     // A sequence alone has nobody to make room for.

@@ -58,6 +58,10 @@ public:
     VerifyRun(Process& process, const DecodeOptions& options, const DecodeSetup& setup,
               Progress& progress);
 
+    // Whether the pools of decodeInTurns would hold the batch. does_not_fit: by flag, with the
+    // blocks that are missing. The same on every rank.
+    [[nodiscard]] Result<void> checkPools(const Batch& batch) const;
+
     // Collective. Every output of `batch` goes into `overall` too.
     [[nodiscard]] Result<DecodedTogether> decodeTogether(DecodeRun& run, const Batch& batch,
                                                          Digest& overall);

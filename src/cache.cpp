@@ -161,6 +161,7 @@ struct StepGraph::State {
     Graph graph;
     std::int64_t rows;
     std::vector<PartTimer::Span> spans;  // of the timed parts inside
+    const void* cache;                   // whose addresses it has
 };
 
 StepGraph::StepGraph(std::unique_ptr<State> state) : state_(std::move(state)) {}
@@ -184,8 +185,9 @@ struct Cache::State {
     std::optional<Coordinator> coordinator;  // on rank 0
     double begin_s = 0;
     PartTimer parts;
-    std::int64_t step = 0;  // number of the newest step
-    bool open = false;      // it was not advanced yet
+    std::int64_t step = 0;        // number of the newest step
+    bool open = false;            // it was not advanced yet
+    bool capturing_step = false;  // within capture
 
     // Waits for what still uses the memory. Where that fails, the job has ended anyway.
     ~State() {
@@ -193,7 +195,7 @@ struct Cache::State {
             ranks->synchronize(stream);
         } catch (const Error&) {  // NOLINT(bugprone-empty-catch): the failure is thrown already
         }
-        ranks->watchdog->forgetExpected();
+        ranks->watchdog->forgetExpected(this);
     }
 
     [[nodiscard]] Device& device() const noexcept { return *ranks->device; }
@@ -214,7 +216,11 @@ struct Cache::State {
         const StreamView on = given == nullptr ? stream : StreamView(device(), given);
         const bool capturing = device().isCapturing(on);
         if (!capturing) arrange(stream, on);
+        // What a caller captures by itself is not timed: nobody knows when it runs.
+        const bool timed = parts.isOn();
+        parts.setOn(timed && (!capturing || capturing_step));
         Result<void> done = work(on);
+        parts.setOn(timed);
         if (!capturing) arrange(on, stream);
         return done;
     }
@@ -241,7 +247,7 @@ struct Cache::State {
         if (device().kind() != DeviceKind::cuda) return;
         Event done(device());
         done.record(stream);
-        ranks->watchdog->expect(step, std::move(done));
+        ranks->watchdog->expect(this, step, std::move(done));
     }
 
     [[nodiscard]] Result<void> checkStep(const Step& given) const {
@@ -445,9 +451,11 @@ Result<StepGraph> Cache::capture(const Step& step, std::int64_t rows,
     const ProfileRange range("capture");
     std::vector<PartTimer::Span> outer = state.parts.takeSpans();
     state.shard.setCaptureRows(rows);
+    state.capturing_step = true;
     state.device().beginCapture(state.stream);
     const auto end = [&] {
         state.shard.setCaptureRows(0);
+        state.capturing_step = false;
         std::vector<PartTimer::Span> inner = state.parts.takeSpans();
         state.parts.add(outer);
         return inner;
@@ -464,7 +472,7 @@ Result<StepGraph> Cache::capture(const Step& step, std::int64_t rows,
     }
     std::vector<PartTimer::Span> spans = end();
     return StepGraph(std::make_unique<StepGraph::State>(
-        StepGraph::State{Graph::endCapture(state.stream), rows, std::move(spans)}));
+        StepGraph::State{Graph::endCapture(state.stream), rows, std::move(spans), &state}));
 }
 
 Result<void> Cache::replay(const Step& step, const StepGraph& graph) {
@@ -472,13 +480,15 @@ Result<void> Cache::replay(const Step& step, const StepGraph& graph) {
     if (Result<void> checked = state.checkStep(step); !checked) return checked;
     if (Result<void> outside = state.checkOutsideOfGraphs("replay", state.stream); !outside)
         return outside;
+    if (graph.state_->cache != &state)
+        return failure(ErrorCode::invalid_argument, "graph: it was captured by another cache");
     const ProfileRange range("replay");
     state.ranks->watchdog->setPlace(step.number(), -1);
     for (const char* place : {"append", "attend", "join"})
         comm::faultPoint(place, state.ranks->rank);
     if (Result<void> counted = replayed(step, graph.rows()); !counted) return counted;
     graph.state_->graph.launch(state.stream);
-    state.parts.add(graph.state_->spans);
+    if (state.parts.isOn()) state.parts.add(graph.state_->spans);
     return {};
 }
 

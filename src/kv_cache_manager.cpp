@@ -13,13 +13,6 @@ namespace kvgrid {
 
 namespace {
 
-// The value, or the failure as an Error.
-template <typename T>
-T orThrow(Result<T> result) {
-    if (!result) throw Error(result.error());
-    if constexpr (!std::is_void_v<T>) return std::move(*result);
-}
-
 std::optional<Process> startUnlessLiving() {
     if (Process::current() != nullptr) return std::nullopt;
     return orThrow(Process::start());

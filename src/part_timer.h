@@ -21,6 +21,7 @@ public:
     };
 
     void setOn(bool on) noexcept { on_ = on; }
+    [[nodiscard]] bool isOn() const noexcept { return on_; }
 
     // Runs `work`, which enqueues on the stream, and marks it as this part when the timer is on.
     template <typename Work>

@@ -1,16 +1,17 @@
 // The sharded KV cache. Every rank makes the same calls; rank 0's arguments count where they decide
 // something.
 //
-//   auto step = cache.begin(requests).value();          // rank 0 plans, all ranks apply
+//   auto step = orThrow(cache.begin(requests));          // rank 0 plans, all ranks apply
 //   for (int layer = 0; layer < layers; ++layer) {
-//       cache.append(step, layer, q, k, v);             // rotates, quantises, writes
-//       cache.attend(step, layer, out, Output::gathered);
+//       orThrow(cache.append(step, layer, q, k, v));     // rotates, writes
+//       orThrow(cache.attend(step, layer, out, Output::gathered));
 //   }
-//   cache.advance(step);                                // commits the lengths, once
+//   orThrow(cache.advance(step));                        // commits the lengths, once
 //
 // Calls take effect in call order, on whatever streams (null: the one given to begin, and there the
-// cache's own). append and attend only enqueue; begin and advance run outside of CUDA graphs.
-// Device and transport failures throw Error; the job cannot go on after one.
+// cache's own, which waits for CUDA's default stream as that waits for it). append and attend only
+// enqueue; begin and advance run outside of CUDA graphs. Device and transport failures throw Error;
+// the job cannot go on after one.
 #pragma once
 
 #include <cstdint>
@@ -200,7 +201,7 @@ public:
     // From now on append, attend and join are timed by events, also inside what is captured.
     void setTiming(bool on) noexcept;
     // Seconds this rank spent in each part since the last call: the parts of the device while
-    // timing is on. Waits for the step's stream.
+    // timing is on, of a step graph those of its last launch. Waits for the step's stream.
     [[nodiscard]] CacheTiming takeTiming();
 
 private:

@@ -7,6 +7,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include <tl/expected.hpp>
@@ -48,5 +49,12 @@ public:
 private:
     ErrorCode code_;
 };
+
+// The value, or the failure as an Error: for callers that cannot go on without it.
+template <typename T>
+T orThrow(Result<T> result) {
+    if (!result) throw Error(result.error());
+    if constexpr (!std::is_void_v<T>) return std::move(*result);
+}
 
 }  // namespace kvgrid

@@ -19,7 +19,8 @@ struct ProcessOptions {
     std::optional<DeviceKind> device = std::nullopt;
     // None: NCCL between GPUs, MPI otherwise.
     std::optional<TransportKind> transport = std::nullopt;
-    // Of one collective operation; past it the job ends with code 5.
+    // Of one collective operation, and of the device's work of one step; past it the job ends with
+    // code 5.
     std::chrono::milliseconds timeout{60'000};
     // CPU threads of this rank; 0: its affinity mask / ranks of the node that share it.
     int threads = 0;

@@ -109,13 +109,18 @@ AttendKernel kernelFor(NumberFormat format, int head_dim) {
 
 }  // namespace
 
-void prepareAttend(int block_bytes, int multiprocessor_bytes) {
+bool prepareAttend(int block_bytes, int multiprocessor_bytes) {
     const SharedMemory shared{block_bytes, multiprocessor_bytes};
     load(attend_fold_kernel);
     preparePlan();
     for (const AttendKernels& kernels : {fp16AttendKernels(), bf16AttendKernels()})
         for (const AttendKernel& kernel : kernels)
             load(kernel.function, kernel.sharedBytes(stagesFor(kernel, shared)));
+    // The GPU may be newer than the code: PTX for sm_80 has no such wait.
+    constexpr int overlapping_version = 90;
+    cudaFuncAttributes attributes{};
+    check(cudaFuncGetAttributes(&attributes, attend_fold_kernel), "cudaFuncGetAttributes");
+    return attributes.ptxVersion >= overlapping_version;
 }
 
 std::size_t attendWorkspaceBytes(std::int64_t, int, int head_dim) {

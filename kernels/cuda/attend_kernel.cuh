@@ -13,8 +13,9 @@
 // leaves fold in shared memory; their unit's tree folds in registers.
 //
 // A column is computed as if it were alone: no choice depends on the other rows of the tile, and a
-// token that a row does not see has the weight 0 there, and K and V of 0 where no row of the tile
-// sees it, so that what memory holds there cannot matter.
+// token that a row does not see has the weight 0 there. Where no row sees a token its K is masked
+// and its V is 0, so that what memory holds there cannot matter. (A V of a later row's own token
+// that is not finite does reach the rows before it: 0 x infinity.)
 #pragma once
 
 #include <cuda_runtime.h>
@@ -390,11 +391,13 @@ __global__ void __launch_bounds__(attend_threads, AttendShape<head_dim>::blocks_
     while (deal.next(unit)) {
         Leaf<format, head_dim> leaf;
         leaf.loadQueries(params, unit);
-        std::int64_t positions[2];  // of the thread's rows; -1: there is none
+        // Of the thread's rows. One that does not exist sees everything, of which nothing is kept:
+        // it must not make the others look at single tokens.
+        std::int64_t positions[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const int row = lane % 4 * 2 + e;
-            positions[e] = row < unit.rows ? unit.query(row, group).position : -1;
+            positions[e] = row < unit.rows ? unit.query(row, group).position : unit.last_position;
         }
         UnitFold<head_dim> fold;
         RowPart<head_dim> state;

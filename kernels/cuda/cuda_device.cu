@@ -82,7 +82,6 @@ CudaDevice::CudaDevice(int index, int attend_blocks) : index_(index) {
     const cudaDeviceProp properties = propertiesOf(index);
     use();
     multiprocessors_ = properties.multiProcessorCount;
-    overlaps_launches_ = properties.major >= 9;
     shared_bytes_ = attributeOf(index, cudaDevAttrMaxSharedMemoryPerBlockOptin);
     multiprocessor_shared_bytes_ = attributeOf(index, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
     attend_blocks_ = attend_blocks;
@@ -92,12 +91,15 @@ CudaDevice::CudaDevice(int index, int attend_blocks) : index_(index) {
                    std::to_string(properties.major) + std::to_string(properties.minor);
     prepareAppend();
     prepareGather();
-    prepareAttend(shared_bytes_, multiprocessor_shared_bytes_);
+    overlaps_launches_ = prepareAttend(shared_bytes_, multiprocessor_shared_bytes_);
     prepareMerge();
     prepareCopyBlocks();
     prepareOutput();
     prepareReadRuns();
-    stream_ = createStream();
+    // Ordered with CUDA's default stream, on which callers without streams of their own work.
+    cudaStream_t stream = nullptr;
+    check(cudaStreamCreate(&stream), "cudaStreamCreate");
+    stream_ = stream;
 }
 
 CudaDevice::~CudaDevice() {

@@ -58,7 +58,8 @@ public:
     void use() const;
 
     [[nodiscard]] int multiprocessors() const noexcept { return multiprocessors_; }
-    // Whether a launch may start before the one that it follows has ended.
+    // Whether a launch may start before the one that it follows has ended: GPU and code both know
+    // how.
     [[nodiscard]] bool overlapsLaunches() const noexcept { return overlaps_launches_; }
     // Bytes of shared memory that one block of threads may have.
     [[nodiscard]] int sharedBytes() const noexcept { return shared_bytes_; }

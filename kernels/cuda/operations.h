@@ -25,7 +25,8 @@ void readRuns(const ReadRunsParams& params, StreamView stream);
 void prepareAppend();
 void prepareGather();
 // Bytes of shared memory that one block of threads, and those of one multiprocessor, may have.
-void prepareAttend(int block_bytes, int multiprocessor_bytes);
+// Whether the code that runs on this GPU waits where a launch overlaps the one before it.
+[[nodiscard]] bool prepareAttend(int block_bytes, int multiprocessor_bytes);
 void prepareMerge();
 void prepareCopyBlocks();
 void prepareOutput();

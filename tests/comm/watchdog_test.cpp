@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <cstdio>
 #include <cstdlib>
 #include <thread>
 
@@ -18,6 +19,52 @@ using std::chrono::steady_clock;
 
 constexpr int not_ended = 42;  // the child outlived a deadline that should have ended it
 const auto ended_by_deadline = testing::ExitedWithCode(5);
+
+// A device of which only the events are asked.
+class EventDevice final : public Device {
+public:
+    enum class Events { come, never_come, fail };
+    explicit EventDevice(Events events) : events_(events) {}
+
+    [[nodiscard]] bool finished(void*) override {
+        if (events_ == Events::fail) throw Error(ErrorCode::internal, "the device has fallen off");
+        return events_ == Events::come;
+    }
+    [[nodiscard]] void* createEvent(bool) override { return nullptr; }
+    void destroyEvent(void*) noexcept override {}
+
+    [[nodiscard]] DeviceKind kind() const noexcept override { return DeviceKind::cuda; }
+    [[nodiscard]] std::string description() const override { return {}; }
+    [[nodiscard]] std::string id() const override { return {}; }
+    [[nodiscard]] int threads() const noexcept override { return 0; }
+    [[nodiscard]] std::int64_t freeMemory() const override { return 0; }
+    [[nodiscard]] const Operations& operations() const noexcept override { std::abort(); }
+    [[nodiscard]] void* allocate(std::size_t) override { return nullptr; }
+    void deallocate(void*, std::size_t) noexcept override {}
+    [[nodiscard]] void* allocateHost(std::size_t) override { return nullptr; }
+    void deallocateHost(void*, std::size_t) noexcept override {}
+    [[nodiscard]] StreamView defaultStream() noexcept override { return {*this, nullptr}; }
+    [[nodiscard]] void* createStream() override { return nullptr; }
+    void destroyStream(void*) noexcept override {}
+    void record(void*, StreamView) override {}
+    void wait(StreamView, void*) override {}
+    [[nodiscard]] double secondsBetween(void*, void*) override { return 0; }
+    void beginCapture(StreamView) override {}
+    [[nodiscard]] void* endCapture(StreamView) override { return nullptr; }
+    void launchGraph(void*, StreamView) override {}
+    void destroyGraph(void*) noexcept override {}
+    [[nodiscard]] bool isCapturing(StreamView) override { return false; }
+    void copy(void*, const void*, std::size_t, StreamView) override {}
+    void fill(void*, std::uint8_t, std::size_t, StreamView) override {}
+    void synchronize(StreamView) override {}
+
+private:
+    Events events_;
+};
+
+void say(const char* why) noexcept {
+    std::fprintf(stderr, "said: %s\n", why);
+}
 
 class WatchdogDeathTest : public testing::Test {
 protected:
@@ -125,6 +172,62 @@ TEST_F(WatchdogDeathTest, EndsTheProcessSoonAfterTheDeadline) {
     const auto took = steady_clock::now() - begin;
     EXPECT_GE(took, milliseconds(500));
     EXPECT_LT(took, seconds(5));
+}
+
+TEST_F(WatchdogDeathTest, AStepWhoseWorkNeverEndsIsNamed) {
+    EXPECT_EXIT(
+        {
+            EventDevice device(EventDevice::Events::never_come);
+            Watchdog watchdog(1, milliseconds(150), say);
+            watchdog.setPlace(9, 4);
+            watchdog.expect(&device, 7, Event(device));
+            watchdog.expect(&device, 8, Event(device));
+            hang();
+        },
+        ended_by_deadline,
+        "^kvgrid: rank 1: step 7: the device's work did not end within 150 ms\n"
+        "said: rank 1: step 7: the device's work did not end within 150 ms\n$");
+}
+
+// An exception that left the watchdog's thread would end the process without a word.
+TEST_F(WatchdogDeathTest, ADeviceThatFailsEndsTheProcessWithItsWords) {
+    EXPECT_EXIT(
+        {
+            EventDevice device(EventDevice::Events::fail);
+            Watchdog watchdog(1, seconds(60), say);
+            watchdog.expect(&device, 7, Event(device));
+            hang();
+        },
+        testing::ExitedWithCode(1),
+        "^kvgrid: rank 1: step 7: the device has fallen off\n"
+        "said: rank 1: step 7: the device has fallen off\n$");
+}
+
+// To prove: an owner that forgets what others expect fails the first, one that is not asked for the
+// second.
+TEST_F(WatchdogDeathTest, ForgettingIsOfOneOwner) {
+    EXPECT_EXIT(
+        {
+            EventDevice device(EventDevice::Events::never_come);
+            Watchdog watchdog(1, milliseconds(150));
+            const int one = 1;
+            const int other = 2;
+            watchdog.expect(&one, 3, Event(device));
+            watchdog.expect(&other, 4, Event(device));
+            watchdog.forgetExpected(&one);
+            hang();
+        },
+        ended_by_deadline, "step 4: ");
+}
+
+TEST(WatchdogTest, WorkThatEndsOrIsForgottenRaisesNoAlarm) {
+    EventDevice done(EventDevice::Events::come);
+    EventDevice stuck(EventDevice::Events::never_come);
+    Watchdog watchdog(0, milliseconds(200));
+    watchdog.expect(&done, 1, Event(done));
+    watchdog.expect(&stuck, 2, Event(stuck));
+    watchdog.forgetExpected(&stuck);
+    std::this_thread::sleep_for(milliseconds(600));
 }
 
 // A false alarm would end this process with code 5.

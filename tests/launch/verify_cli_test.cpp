@@ -217,7 +217,7 @@ INSTANTIATE_TEST_SUITE_P(
                 2,
                 {"--layers", "1", "--context", "256", "--device-blocks", "3"},
                 3,
-                "4 blocks"},
+                "needs 4, 1 is missing"},
         Refused{
             "HostPool", 1, {"--layers", "1", "--context", "256", "--host-blocks", "3"}, 3, "host"},
         Refused{"Cuda", 2, {"--transport", "nccl"}, 4, "nccl"}),
