@@ -220,7 +220,7 @@ INSTANTIATE_TEST_SUITE_P(
                 "needs 4, 1 is missing"},
         Refused{
             "HostPool", 1, {"--layers", "1", "--context", "256", "--host-blocks", "3"}, 3, "host"},
-        Refused{"ShareGpu", 2, {"--share-gpu", "--device", "cpu"}, 2, "--share-gpu"},
+        Refused{"ShareGpu", 2, {"--share-gpu"}, 2, "--share-gpu"},
         Refused{"Cuda", 2, {"--transport", "nccl"}, 4, "nccl"}),
     [](const auto& tested) { return std::string(tested.param.name); });
 
