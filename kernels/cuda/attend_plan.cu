@@ -187,9 +187,10 @@ __global__ void __launch_bounds__(threads)
                   before.trees + total.trees};
     }
     __syncthreads();
-    // More than the caller made room for is the caller's mistake; it must not write elsewhere.
-    const auto units = static_cast<int>(min(before.units, launch.plan.unit_capacity));
-    const auto trees = static_cast<int>(min(before.trees, most_trees));
+    // attendPlanBytes makes room for all that can be. Were it wrong, the device had better fail.
+    if (before.units > launch.plan.unit_capacity || before.trees > most_trees) __trap();
+    const auto units = static_cast<int>(before.units);
+    const auto trees = static_cast<int>(before.trees);
     if (thread == 0) *launch.plan.header = {units, trees};
 
     const auto unitAt = [&](int item) {
