@@ -23,12 +23,8 @@ Result<DeviceKind> chooseKind(Control& control, const ProcessOptions& options,
     if (!options.device && control.maximum(count) == 0) return DeviceKind::cpu;
     Result<void> mine;
     if (count == 0) {
-        mine = failure(
-            ErrorCode::unavailable,
-            cudaLibrary().empty()
-                ? "device cuda: this kvgrid was built without the CUDA device (configure "
-                  "with -DKVGRID_CUDA=ON)"
-                : fmt::format("device cuda: host {} has no GPU for this process", place.host));
+        mine = failure(ErrorCode::unavailable,
+                       fmt::format("device cuda: host {} has no GPU for this process", place.host));
     }
     if (auto agreed = control.agree(mine); !agreed) return tl::unexpected(agreed.error());
     return DeviceKind::cuda;

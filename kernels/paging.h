@@ -35,4 +35,11 @@ KVGRID_HOST_DEVICE constexpr int storedChunk(std::int64_t position, int chunk, i
     return chunk ^ (static_cast<int>(position & 7) >> shift);
 }
 
+// The same of one element of a row of 16-bit numbers.
+KVGRID_HOST_DEVICE constexpr int storedElement(std::int64_t position, int element, int head_dim) {
+    constexpr int per_chunk = 8;
+    return storedChunk(position, element / per_chunk, head_dim / per_chunk) * per_chunk +
+           element % per_chunk;
+}
+
 }  // namespace kvgrid

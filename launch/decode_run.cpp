@@ -3,9 +3,6 @@
 #include <algorithm>
 #include <bit>
 #include <chrono>
-#include <cmath>
-#include <cstring>
-#include <limits>
 #include <string>
 #include <utility>
 
@@ -14,6 +11,7 @@
 #include "launch/parallel.h"
 #include "launch/planted_fault.h"
 #include "launch/ranks.h"
+#include "launch/reference.h"
 
 namespace kvgrid::launch {
 
@@ -27,37 +25,6 @@ Result<Step> granted(Result<Step> step) {
         return failure(ErrorCode::does_not_fit, answer.why);
     }
     return step;
-}
-
-float fp16Value(std::uint16_t bits) {
-    const int exponent = (bits >> 10) & 0x1F;
-    const int mantissa = bits & 0x3FF;
-    const float magnitude = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -24)
-                            : exponent == 0x1F
-                                ? (mantissa == 0 ? std::numeric_limits<float>::infinity()
-                                                 : std::numeric_limits<float>::quiet_NaN())
-                                : std::ldexp(static_cast<float>(mantissa + 0x400), exponent - 25);
-    return (bits & 0x8000) != 0 ? -magnitude : magnitude;
-}
-
-float bf16Value(std::uint16_t bits) {
-    return std::bit_cast<float>(std::uint32_t{bits} << 16);
-}
-
-// The same values in fp32.
-std::vector<float> widened(NumberFormat format, std::span<const std::byte> bytes) {
-    std::vector<float> values(bytes.size() / bytesPerElement(format));
-    if (format == NumberFormat::fp32) {
-        std::memcpy(values.data(), bytes.data(), bytes.size());
-        return values;
-    }
-    const auto widen = format == NumberFormat::fp16 ? fp16Value : bf16Value;
-    for (std::size_t i = 0; i < values.size(); ++i) {
-        std::uint16_t bits = 0;
-        std::memcpy(&bits, bytes.data() + i * sizeof(bits), sizeof(bits));
-        values[i] = widen(bits);
-    }
-    return values;
 }
 
 std::int64_t padded(std::int64_t bytes) {

@@ -3,24 +3,13 @@
 #include <bit>
 #include <cmath>
 #include <cstddef>
+#include <cstring>
 #include <random>
 #include <set>
 
 namespace kvgrid::launch {
 
 namespace {
-
-oracle::Rotary oracleRotary(const RotaryEmbedding& rotary) {
-    oracle::Rotary same{.dim = rotary.dim, .theta = rotary.theta};
-    if (rotary.llama3) {
-        same.llama3 = true;
-        same.factor = rotary.llama3->factor;
-        same.low_freq_factor = rotary.llama3->low_freq_factor;
-        same.high_freq_factor = rotary.llama3->high_freq_factor;
-        same.original_max_position = rotary.llama3->original_max_position;
-    }
-    return same;
-}
 
 oracle::Format oracleFormat(NumberFormat format) {
     if (format == NumberFormat::fp16) return oracle::Format::fp16;
@@ -41,6 +30,32 @@ double decoded(std::uint16_t bits, oracle::Format format) {
 }
 
 }  // namespace
+
+oracle::Rotary oracleRotary(const RotaryEmbedding& rotary) {
+    oracle::Rotary same{.dim = rotary.dim, .theta = rotary.theta};
+    if (rotary.llama3) {
+        same.llama3 = true;
+        same.factor = rotary.llama3->factor;
+        same.low_freq_factor = rotary.llama3->low_freq_factor;
+        same.high_freq_factor = rotary.llama3->high_freq_factor;
+        same.original_max_position = rotary.llama3->original_max_position;
+    }
+    return same;
+}
+
+std::vector<float> widened(NumberFormat format, std::span<const std::byte> bytes) {
+    std::vector<float> values(bytes.size() / bytesPerElement(format));
+    if (format == NumberFormat::fp32) {
+        std::memcpy(values.data(), bytes.data(), bytes.size());
+        return values;
+    }
+    for (std::size_t i = 0; i < values.size(); ++i) {
+        std::uint16_t bits = 0;
+        std::memcpy(&bits, bytes.data() + i * sizeof(bits), sizeof(bits));
+        values[i] = static_cast<float>(decoded(bits, oracleFormat(format)));
+    }
+    return values;
+}
 
 double errorBound(NumberFormat output_format) noexcept {
     if (output_format == NumberFormat::fp16) return 1e-3;

@@ -2,6 +2,7 @@
 // rounded as the cache stores it, then attended by the oracle in fp64.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -19,6 +20,12 @@ struct Unit {
     std::int64_t key = 0;  // of the sequence's data
     int kv_head = 0;       // by its number in the model
 };
+
+// The rotation of a cache as the oracle names it.
+[[nodiscard]] oracle::Rotary oracleRotary(const RotaryEmbedding& rotary);
+
+// fp32, fp16 or bf16 values as fp32: the same values. Infinities of a 16-bit format become NaN.
+[[nodiscard]] std::vector<float> widened(NumberFormat format, std::span<const std::byte> bytes);
 
 // Largest relative error of one output vector that counts as right.
 [[nodiscard]] double errorBound(NumberFormat output_format) noexcept;

@@ -114,6 +114,7 @@ void BlockTables::uploadEntries(std::span<const TableRecord> changes, StreamView
 }
 
 void BlockTables::uploadRuns(std::span<const RunRecord> runs, StreamView stream) {
+    const std::size_t before = runs_.size();
     runs_.clear();
     rows_ = 0;
     max_position_ = -1;
@@ -126,11 +127,10 @@ void BlockTables::uploadRuns(std::span<const RunRecord> runs, StreamView stream)
         max_position_ = std::max(max_position_, run.first_position + run.rows - 1);
     }
     // Behind them, where the last step had more, come runs of 0 rows.
-    const std::size_t count = std::max(runs_.size(), uploaded_runs_.size());
-    uploaded_runs_ = runs_;
-    uploaded_runs_.resize(count);
-    staging_.upload(device_runs_.data(), uploaded_runs_.data(), count * sizeof(Run), stream);
-    uploaded_runs_.resize(runs_.size());
+    const std::size_t count = runs_.size();
+    runs_.resize(std::max(count, before));
+    staging_.upload(device_runs_.data(), runs_.data(), runs_.size() * sizeof(Run), stream);
+    runs_.resize(count);
 }
 
 void BlockTables::uploadAngles(StreamView stream) {

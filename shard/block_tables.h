@@ -64,8 +64,7 @@ private:
     std::vector<std::int32_t> slot_dirty_;     // [slot] index into dirty_, or -1
     std::vector<Dirty> dirty_;
     std::vector<Run> runs_;
-    std::vector<Run> uploaded_runs_;  // as on the device, without the last runs of 0 rows
-    std::vector<float> angles_;       // scratch of one chunk of rows
+    std::vector<float> angles_;  // scratch of one chunk of rows
     std::int64_t rows_ = 0;
     std::int64_t max_position_ = -1;
     Buffer entries_;

@@ -34,12 +34,6 @@ __device__ Pack<float, count> rotated(const AppendParams& params, const void* he
     return numbers;
 }
 
-// Where element `at` of a 16-bit row lies in it.
-__device__ __forceinline__ int storedElement(std::int64_t position, int at, int head_dim) {
-    constexpr int per_chunk = 8;
-    return storedChunk(position, at / per_chunk, head_dim / per_chunk) * per_chunk + at % per_chunk;
-}
-
 // Blocks of threads: x runs, y shares of a run's rows. A thread does `count` elements at a time.
 template <int count>
 __global__ void __launch_bounds__(threads)

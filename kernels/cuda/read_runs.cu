@@ -76,13 +76,11 @@ __device__ unsigned long long readAll(const ReadRunsParams& params, std::byte* s
     const std::uint64_t policy = evictFirst();
     const int lane = static_cast<int>(threadIdx.x) % warp;
     const bool fetches = threadIdx.x < warp;
-    const auto barrierOf = [&](int stage) {
-        return static_cast<std::uint32_t>(__cvta_generic_to_shared(&barriers[stage]));
-    };
+    const auto barrierOf = [&](int stage) { return sharedAddress(&barriers[stage]); };
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < stages; ++stage)
             initBarrier(barrierOf(stage));
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        fenceBarriers();
     }
     __syncthreads();
 
@@ -95,8 +93,7 @@ __device__ unsigned long long readAll(const ReadRunsParams& params, std::byte* s
         const int bytes = work.bytes(params, index);
         if (lane == 0) expectBytes(barrierOf(stage), runs * bytes);
         __syncwarp();
-        const auto to =
-            static_cast<std::uint32_t>(__cvta_generic_to_shared(shared + stage * stage_bytes));
+        const auto to = sharedAddress(shared + stage * stage_bytes);
         for (int run = lane; run < runs; run += warp)
             copyBulk(to + static_cast<std::uint32_t>(run * bytes), work.source(params, index, run),
                      bytes, barrierOf(stage), policy);

@@ -7,22 +7,10 @@
 
 #include <gtest/gtest.h>
 
-#include "launch/oracle.h"
+#include "launch/reference.h"
 
 namespace kvgrid {
 namespace {
-
-oracle::Rotary oracleOf(const RotaryEmbedding& rotary) {
-    oracle::Rotary result{.dim = rotary.dim, .theta = rotary.theta};
-    if (rotary.llama3) {
-        result.llama3 = true;
-        result.factor = rotary.llama3->factor;
-        result.low_freq_factor = rotary.llama3->low_freq_factor;
-        result.high_freq_factor = rotary.llama3->high_freq_factor;
-        result.original_max_position = rotary.llama3->original_max_position;
-    }
-    return result;
-}
 
 // Elements of 1 and 0 come back as cosines and sines.
 void expectTheOraclesAngles(const RotaryEmbedding& rotary) {
@@ -34,7 +22,7 @@ void expectTheOraclesAngles(const RotaryEmbedding& rotary) {
         const auto position = static_cast<std::int64_t>(random() % (std::uint64_t{1} << 20));
         std::vector<float> head(2 * half);
         std::fill_n(head.begin(), half, 1.0F);
-        oracle::rotate(head, position, oracleOf(rotary));
+        oracle::rotate(head, position, launch::oracleRotary(rotary));
         for (std::size_t at = 0; at < half; ++at) {
             const double angle = static_cast<double>(position) * frequencies[at];
             ASSERT_EQ(head[at], static_cast<float>(std::cos(angle))) << position << " " << at;
