@@ -196,6 +196,9 @@ struct Operations {
     // they say has changed. Parameters as in the attends that follow (q, out, lse, tables and layer
     // do not matter), but run_count, which may be less.
     void (*planAttend)(const AttendParams&, StreamView);
+    // May begin while the launch before it still runs: the plan, the runs, the tables, and K and V
+    // of positions before a run's first, must be there when that one begins. planAttend, or an
+    // append, may come directly before.
     void (*attend)(const AttendParams&, StreamView);
     void (*merge)(const MergeParams&, StreamView);
     void (*copyBlocks)(const CopyBlocksParams&, StreamView);

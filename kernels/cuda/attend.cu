@@ -30,6 +30,7 @@ __global__ void __launch_bounds__(fold_warps* warp_size)
     const int items = launch.plan.header->trees * tile_rows;
     // Also where there is nothing to fold: whoever comes next waits for this launch alone.
     waitForLaunchBefore();
+    letNextLaunchStart();
     for (int item = static_cast<int>(blockIdx.x); item < items;
          item += static_cast<int>(gridDim.x)) {
         const Unit tree = loadUnit(launch.plan.trees + item / tile_rows);
@@ -161,15 +162,16 @@ void attend(const AttendParams& params, StreamView stream) {
     if (params.run_count == 0) return;
     const CudaDevice& device = useDevice(stream);
     const AttendLaunch launch = launchOf(params, kernel, device);
-    kernel.launch(launch, static_cast<unsigned>(launch.blocks), kernel.sharedBytes(launch.stages),
-                  handleOf(stream));
+    launchOverlapping(device, kernel.function, static_cast<unsigned>(launch.blocks),
+                      attend_warps * warp_size,
+                      static_cast<std::size_t>(kernel.sharedBytes(launch.stages)), stream, launch);
     checkLaunch("attend_kernel");
     // A tree of one round is not cut.
     if (params.max_position < attend_warps * stripe_tokens || launch.slots == 0) return;
     const auto grid =
         static_cast<unsigned>(device.multiprocessors() * fold_blocks_per_multiprocessor);
     // It may start while the last units are computed: it waits before it reads them.
-    launchOverlapping(device, attend_fold_kernel, grid, fold_warps * warp_size, stream, launch);
+    launchOverlapping(device, attend_fold_kernel, grid, fold_warps * warp_size, 0, stream, launch);
     checkLaunch("attend_fold_kernel");
 }
 

@@ -47,6 +47,7 @@ struct Ring {
 // run of memory, else of the leaf's block number `lane`.
 struct LeafSource {
     bool there = false;
+    bool is_new = false;  // has tokens of this step
     int kv_head;
     int tokens;               // of the leaf, up to the tile's last position
     std::int32_t slot;        // of the block table
@@ -78,6 +79,16 @@ public:
         unit_.round_bits = -1;
         findNext();
         turnToNext();
+    }
+
+    // Starts as many tiles as the ring holds beside the one that is worked on. Tokens of this step
+    // may be being written by the launch before.
+    __device__ void fillRing() {
+        static_assert(most_stages <= 2 * Shape::tiles, "no further than the first leaf");
+        if (leaf_.is_new) waitForLaunchBefore();
+#pragma unroll 1
+        for (int i = 1; i < ring_.stages; ++i)
+            fetch();
     }
 
     // Starts the next tile, into the stage after the last one's; nothing after the last leaf.
@@ -154,6 +165,7 @@ private:
             const std::int64_t position = stripe * stripe_tokens;
             const std::int64_t left = unit_.last_position - position + 1;
             next_.there = true;
+            next_.is_new = position + stripe_tokens > unit_.first_position;
             next_.kv_head = unit_.kv_head;
             next_.slot = unit_.slot;
             next_.logical = position / pool.block_size;

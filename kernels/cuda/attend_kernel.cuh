@@ -372,18 +372,18 @@ __global__ void __launch_bounds__(attend_threads, AttendShape<head_dim>::blocks_
                     sharedAddress(barriers + warp * launch.stages), present + warp * launch.stages,
                     launch.stages};
 #if __CUDA_ARCH__ >= 900
-    if (lane == 0) {
-        for (int stage = 0; stage < ring.stages; ++stage)
-            initBarrier(ring.barriers + static_cast<std::uint32_t>(stage * 8));
-        fenceBarriers();
-    }
+    static_assert(most_stages <= warp_size);
+    if (lane < ring.stages) initBarrier(ring.barriers + static_cast<std::uint32_t>(lane * 8));
+    fenceBarriers();
     __syncwarp();
 #endif
 
+    // Only the fold of this launch reads what it writes, and that waits for all of it.
     letNextLaunchStart();
     TileFetcher<head_dim> fetcher(launch, warp, ring);
-    for (int i = 1; i < launch.stages; ++i)
-        fetcher.fetch();
+    fetcher.fillRing();
+    // q, and the outputs and workspace that may still be read.
+    waitForLaunchBefore();
 
     const int group = params.query_heads / params.kv_heads;
     UnitDeal deal(launch.plan);
@@ -406,38 +406,41 @@ __global__ void __launch_bounds__(attend_threads, AttendShape<head_dim>::blocks_
             // The first of four siblings is the lowest stripe: without it there is none.
             if (unit.stripeAt(path, params.context_ranks) >= unit.stripes()) {
                 state.makeEmpty();
-                fold.add(round, state);
-                continue;
-            }
-            const std::int64_t stripe = unit.stripeAt(path + warp, params.context_ranks);
-            const bool has_leaf = stripe < unit.stripes();
-            if (has_leaf) {
-                // How far the thread's rows see into the stripe.
-                int limits[2];
+            } else {
+                const std::int64_t stripe = unit.stripeAt(path + warp, params.context_ranks);
+                const bool has_leaf = stripe < unit.stripes();
+                if (has_leaf) {
+                    // How far the thread's rows see into the stripe.
+                    int limits[2];
 #pragma unroll
-                for (int e = 0; e < 2; ++e)
-                    limits[e] = static_cast<int>(max(
-                        std::int64_t{-1},
-                        min(positions[e] - stripe * stripe_tokens, std::int64_t{stripe_tokens})));
-                leaf.clear();
+                    for (int e = 0; e < 2; ++e)
+                        limits[e] = static_cast<int>(
+                            max(std::int64_t{-1}, min(positions[e] - stripe * stripe_tokens,
+                                                      std::int64_t{stripe_tokens})));
+                    leaf.clear();
+                    // K of a tile, then its V. One place fetches: the loop must stay in the
+                    // instruction cache.
 #pragma unroll 1
-                for (int first = 0; first < stripe_tokens; first += Shape::tile_tokens) {
-                    // K, then V. The next tile goes into the one that was worked on last.
-                    std::uint32_t tile;
-                    const std::uint32_t keys_present = fetcher.take(tile);
-                    if (keys_present != 0)
-                        leaf.addScores(tile, keys_present, first, params.scale, limits);
-                    if (fetcher.take(tile) != 0) leaf.addValues(tile);
+                    for (int step = 0; step < 2 * Shape::tiles; ++step) {
+                        std::uint32_t tile;
+                        const std::uint32_t there = fetcher.take(tile);
+                        if (there == 0) continue;
+                        if (step % 2 == 0)
+                            leaf.addScores(tile, there, step / 2 * Shape::tile_tokens, params.scale,
+                                           limits);
+                        else
+                            leaf.addValues(tile);
+                    }
                 }
+                __syncthreads();  // the last round's states have been read
+                if (has_leaf)
+                    leaf.store(exchange + warp * tile_rows * Shape::exchange_stride,
+                               exchange_lse + warp * tile_rows);
+                else if (lane < tile_rows)
+                    exchange_lse[warp * tile_rows + lane] = empty_lse;
+                __syncthreads();
+                foldRound<head_dim>(exchange, exchange_lse, state);
             }
-            __syncthreads();  // the last round's states have been read
-            if (has_leaf)
-                leaf.store(exchange + warp * tile_rows * Shape::exchange_stride,
-                           exchange_lse + warp * tile_rows);
-            else if (lane < tile_rows)
-                exchange_lse[warp * tile_rows + lane] = empty_lse;
-            __syncthreads();
-            foldRound<head_dim>(exchange, exchange_lse, state);
             fold.add(round, state);
         }
         storeUnit<head_dim>(params, unit, state);
@@ -448,16 +451,9 @@ __global__ void __launch_bounds__(attend_threads, AttendShape<head_dim>::blocks_
 }
 
 template <NumberFormat format, int head_dim>
-void launchAttend(const AttendLaunch& launch, unsigned blocks, int shared_bytes,
-                  ::cudaStream_t stream) {
-    attend_kernel<format, head_dim><<<blocks, attend_threads, shared_bytes, stream>>>(launch);
-}
-
-template <NumberFormat format, int head_dim>
 AttendKernel attendKernel() {
     return {head_dim, AttendShape<head_dim>::blocks_per_multiprocessor,
-            attend_kernel<format, head_dim>, AttendShape<head_dim>::sharedBytes,
-            launchAttend<format, head_dim>};
+            attend_kernel<format, head_dim>, AttendShape<head_dim>::sharedBytes};
 }
 
 template <NumberFormat format>

@@ -9,8 +9,6 @@
 
 namespace kvgrid::cuda {
 
-inline constexpr int most_stages = 8;
-
 struct AttendKernel {
     using Function = void(AttendLaunch);
 
@@ -19,8 +17,6 @@ struct AttendKernel {
     Function* function = nullptr;       // the __global__ function
     // Of a block of threads with rings of so many tiles.
     int (*sharedBytes)(int stages) = nullptr;
-    void (*launch)(const AttendLaunch& launch, unsigned blocks, int shared_bytes,
-                   ::cudaStream_t stream) = nullptr;
 };
 
 using AttendKernels = std::array<AttendKernel, 5>;

@@ -224,6 +224,10 @@ __global__ void __launch_bounds__(threads)
     }
 }
 
+// A launch that overlaps the one before it reads the plan at once: so that one is this, which waits
+// for the plan.
+__global__ void attend_planned_kernel() {}
+
 // Behind the units: their sizes, then the runs' beginnings.
 std::size_t bytesOf(std::int64_t units, std::int64_t runs) {
     const std::int64_t fixed = header_bytes + most_trees * static_cast<std::int64_t>(sizeof(Unit));
@@ -255,6 +259,7 @@ PlanView planView(void* plan, std::size_t bytes) {
 
 void preparePlan() {
     load(attend_plan_kernel);
+    load(attend_planned_kernel);
 }
 
 void launchPlan(const AttendLaunch& launch, ::cudaStream_t stream) {
@@ -272,6 +277,8 @@ void launchPlan(const AttendLaunch& launch, ::cudaStream_t stream) {
         reinterpret_cast<std::uint8_t*>(planned.plan.units + planned.plan.unit_capacity);
     attend_plan_kernel<<<1, threads, 0, stream>>>(planned, begins, unit_sizes);
     checkLaunch("attend_plan_kernel");
+    attend_planned_kernel<<<1, 1, 0, stream>>>();
+    checkLaunch("attend_planned_kernel");
 }
 
 }  // namespace kvgrid::cuda

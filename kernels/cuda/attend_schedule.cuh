@@ -27,6 +27,7 @@ inline constexpr int warp_size = 32;
 inline constexpr unsigned all_lanes = 0xFFFFFFFFU;
 inline constexpr int attend_warps = 4;
 inline constexpr int tile_rows = 8;
+inline constexpr int most_stages = 8;       // of a warp's ring
 inline constexpr int most_round_bits = 24;  // of a unit
 inline constexpr int most_unit_bits = 9;    // of a tree
 

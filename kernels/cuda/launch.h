@@ -22,13 +22,15 @@ namespace kvgrid::cuda {
 // on): it calls waitForLaunchBefore.
 template <typename Argument>
 void launchOverlapping(const CudaDevice& device, void (*kernel)(Argument), unsigned grid,
-                       unsigned threads, StreamView stream, const Argument& argument) {
+                       unsigned threads, std::size_t shared_bytes, StreamView stream,
+                       const Argument& argument) {
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = grid;
     config.blockDim = threads;
+    config.dynamicSmemBytes = shared_bytes;
     config.stream = handleOf(stream);
     config.attrs = &attribute;
     config.numAttrs = device.overlapsLaunches() ? 1 : 0;
