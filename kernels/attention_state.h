@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "kernels/exact.h"
 #include "kernels/host_device.h"
 
 namespace kvgrid {
@@ -26,38 +27,7 @@ inline constexpr int lane_count = 64;
 
 inline constexpr float empty_lse = -std::numeric_limits<float>::infinity();
 
-// Sums, products and quotients that no compiler may fuse or approximate. Written with these, a
-// merge gives the same bits on every device.
 namespace exact {
-
-KVGRID_HOST_DEVICE float sum(float a, float b) {
-#ifdef __CUDA_ARCH__
-    return __fadd_rn(a, b);
-#else
-    return a + b;
-#endif
-}
-
-KVGRID_HOST_DEVICE float product(float a, float b) {
-#ifdef __CUDA_ARCH__
-    return __fmul_rn(a, b);
-#else
-    return a * b;
-#endif
-}
-
-KVGRID_HOST_DEVICE float quotient(float a, float b) {
-#ifdef __CUDA_ARCH__
-    return __fdiv_rn(a, b);
-#else
-    return a / b;
-#endif
-}
-
-// a * b + c, rounded twice.
-KVGRID_HOST_DEVICE float step(float a, float b, float c) {
-    return sum(product(a, b), c);
-}
 
 // exp(x) for x <= 0, to 1e-7; 0 where the result would be subnormal. exp(x) = 2^n exp(r), with n
 // the integer nearest to x / ln 2; ln 2 in two parts, the first short enough that n times it is

@@ -1,14 +1,23 @@
 // Conversions between fp32 and the stored formats, shared by host and device.
 //
 // Rounding is to nearest, ties to even. NaN stays NaN; overflow of fp16 and bf16 is infinity.
-// fp8 e4m3 and int8 have their place here and come with the low-bit formats; until then the floors
-// above refuse them.
+//
+// fp8 e4m3 and int8 are stored with a scale, one fp16 number for each row (the head_dim elements of
+// K or V of one token and KV head): an element is worth stored * scale, the product in fp32.
+//   amax    the largest |x| of the row, NaN if there is one
+//   scale   amax / the format's largest number, rounded up to fp16, at least 2^-24
+//   stored  x / scale, rounded
+// Rounded up, the scale lets no element exceed the format's largest number. A row that no fp16
+// scale can hold has the scale infinity, and a row with a NaN the scale NaN: nothing in it is
+// finite, as with an overflow of fp16. Every operation is IEEE's, so all devices store the same
+// bits.
 #pragma once
 
 #include <cstdint>
 
 #include <kvgrid/types.h>
 
+#include "kernels/exact.h"
 #include "kernels/host_device.h"
 
 namespace kvgrid {
@@ -52,10 +61,48 @@ KVGRID_HOST_DEVICE constexpr std::uint16_t bf16FromFloat(float value) {
     return static_cast<std::uint16_t>((bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16);
 }
 
+// FP8 E4M3 of the Open Compute Project (OFP8 specification 1.0): bias 7, no infinity, NaN where all
+// bits after the sign are set, 448 the largest number.
+KVGRID_HOST_DEVICE constexpr float e4m3ToFloat(std::uint8_t bits) {
+    const std::uint32_t sign = (bits & 0x80U) << 24;
+    const std::uint32_t magnitude = bits & 0x7FU;
+    if (magnitude == 0x7FU) return __builtin_bit_cast(float, sign | 0x7FC00000U);
+    if (magnitude >= 0x08U)
+        return __builtin_bit_cast(float, sign | ((magnitude << 20) + (120U << 23)));
+    const float subnormal = static_cast<float>(magnitude) * 0x1p-9F;
+    return __builtin_bit_cast(float, sign | __builtin_bit_cast(std::uint32_t, subnormal));
+}
+
+// Beyond the largest number, rounded, is NaN. There is one NaN, as its sign differs between
+// devices.
+KVGRID_HOST_DEVICE constexpr std::uint8_t e4m3FromFloat(float value) {
+    const auto bits = __builtin_bit_cast(std::uint32_t, value);
+    const std::uint32_t sign = (bits >> 24) & 0x80U;
+    const std::uint32_t magnitude = bits & 0x7FFFFFFFU;
+    if (magnitude > 0x43E80000U) return 0x7FU;  // 464: half a unit above 448, and the tie is even
+    if (magnitude >= 0x3C800000U) {
+        const std::uint32_t rounding = 0x7FFFFU + ((magnitude >> 20) & 1U);
+        return static_cast<std::uint8_t>(sign | ((magnitude - (120U << 23) + rounding) >> 20));
+    }
+    // As with fp16: the unit of subnormals, 2^-9, is that of fp32 numbers in [2^14, 2^15).
+    const float shifted = __builtin_bit_cast(float, magnitude) + 0x1p14F;
+    return static_cast<std::uint8_t>(sign |
+                                     (__builtin_bit_cast(std::uint32_t, shifted) - 0x46800000U));
+}
+
+// |value| rounds to 127 at most, which the scale sees to. NaN, for which there is no number here,
+// is 0: the row's scale is not finite then.
+KVGRID_HOST_DEVICE constexpr std::int8_t int8FromFloat(float value) {
+    if (value != value) return 0;
+    constexpr float to_integer = 12582912.0F;  // 1.5 x 2^23: adding it rounds to an integer
+    return static_cast<std::int8_t>(__builtin_bit_cast(std::uint32_t, value + to_integer) & 0xFFU);
+}
+
 // A format as a type, for code that is compiled once a format.
 //   Bits       how one number is stored
 //   toFloat    exact
 //   fromFloat  rounds to nearest, ties to even
+//   largest    of formats with scales: the number that a row's largest becomes
 template <NumberFormat format>
 struct Stored;
 
@@ -79,5 +126,36 @@ struct Stored<NumberFormat::bf16> {
     KVGRID_HOST_DEVICE static constexpr float toFloat(Bits bits) { return bf16ToFloat(bits); }
     KVGRID_HOST_DEVICE static constexpr Bits fromFloat(float value) { return bf16FromFloat(value); }
 };
+
+template <>
+struct Stored<NumberFormat::fp8_e4m3> {
+    using Bits = std::uint8_t;
+    static constexpr float largest = 448.0F;
+    KVGRID_HOST_DEVICE static constexpr float toFloat(Bits bits) { return e4m3ToFloat(bits); }
+    KVGRID_HOST_DEVICE static constexpr Bits fromFloat(float value) { return e4m3FromFloat(value); }
+};
+
+template <>
+struct Stored<NumberFormat::int8> {
+    using Bits = std::int8_t;
+    static constexpr float largest = 127.0F;
+    KVGRID_HOST_DEVICE static constexpr float toFloat(Bits bits) { return bits; }
+    KVGRID_HOST_DEVICE static constexpr Bits fromFloat(float value) { return int8FromFloat(value); }
+};
+
+// |value| as an integer: they order as the magnitudes do, and NaN is larger than all numbers.
+KVGRID_HOST_DEVICE constexpr std::uint32_t magnitudeBits(float value) {
+    return __builtin_bit_cast(std::uint32_t, value) & 0x7FFFFFFFU;
+}
+
+// The fp16 bits of the scale of a row whose largest magnitudeBits are `amax_bits`; `largest` is
+// Stored<format>::largest.
+KVGRID_HOST_DEVICE std::uint16_t scaleOf(std::uint32_t amax_bits, float largest) {
+    if (amax_bits > 0x7F800000U) return 0x7E00U;
+    const float exact_scale = exact::quotient(__builtin_bit_cast(float, amax_bits), largest);
+    std::uint16_t scale = fp16FromFloat(exact_scale);
+    if (fp16ToFloat(scale) < exact_scale) ++scale;  // above the largest number comes infinity
+    return scale == 0 ? 1 : scale;                  // 2^-24
+}
 
 }  // namespace kvgrid

@@ -26,10 +26,16 @@
 namespace kvgrid {
 
 // Where K and V of a token lie. Byte strides, so that every layout and format is the same code:
-//   key row    = data + layer * layer_stride + block * block_stride + head * head_stride + within *
-//   token_stride value row  = key row + value_offset
+//   block start = data + layer * layer_stride + block * block_stride
+//   key row     = block start + head * head_stride + within * token_stride
+//   value row   = key row + value_offset
 // A row is head_dim contiguous elements of `format`; on CUDA its 16-byte chunks are permuted as
-// storedChunk (kernels/paging.h) says. `layer` counts within the layer group.
+// storedChunk (kernels/paging.h) says. Formats with scales (number_formats.h) have one fp16 number
+// beside each row, those of a block and head side by side:
+//   key scale   = block start + scale_offset + head * scale_head_stride + within * 2
+//   value scale = key scale + value_offset
+// Rows begin at multiples of 16 bytes, and so do the scales of a block and head, which are padded
+// to such a multiple. `layer` counts within the layer group.
 struct PoolView {
     std::byte* data = nullptr;
     std::int64_t max_num_blocks = 0;
@@ -38,7 +44,9 @@ struct PoolView {
     std::int64_t head_stride = 0;
     std::int64_t token_stride = 0;
     std::int64_t value_offset = 0;
-    std::int64_t block_size = 0;  // tokens
+    std::int64_t scale_offset = 0;       // unused by formats without scales
+    std::int64_t scale_head_stride = 0;  // likewise
+    std::int64_t block_size = 0;         // tokens
     NumberFormat format = NumberFormat::bf16;
 };
 
@@ -62,7 +70,8 @@ struct Run {
 // The rotation of elements i and i + rotary_dim / 2, i < rotary_dim / 2, in fp32 and without fused
 // multiply-adds, so that a stored value is the same on every device:
 //   x'[i] = x[i] * cos - x[i + half] * sin,   x'[i + half] = x[i + half] * cos + x[i] * sin
-// then rounding to nearest even into the pool's format. Rows of no run are left alone.
+// then rounding to nearest even into the pool's format, or quantising by the rule of
+// number_formats.h. Rows of no run are left alone.
 struct AppendParams {
     std::int64_t rows = 0;
     int query_heads = 0;
@@ -83,7 +92,8 @@ struct AppendParams {
     std::int64_t layer = 0;
 };
 
-// K and V of one sequence as stored, zeros where the block id is out of range.
+// K and V of one sequence, zeros where the block id is out of range: as stored where `format` is
+// the pool's; numbers that have scales multiplied with them, rounded to nearest even into `format`.
 struct GatherParams {
     std::int32_t slot = 0;
     std::int64_t first_position = 0;
@@ -93,7 +103,8 @@ struct GatherParams {
     BlockTableView tables;
     PoolView pool;
     std::int64_t layer = 0;
-    void* k = nullptr;  // [tokens, kv_heads, head_dim] in the pool's format
+    NumberFormat format = NumberFormat::bf16;  // the pool's; of one with scales fp32, fp16 or bf16
+    void* k = nullptr;                         // [tokens, kv_heads, head_dim]
     void* v = nullptr;
 };
 

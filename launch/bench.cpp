@@ -178,8 +178,10 @@ double BenchRun::kvBytes(const Batch& batch, int step) const {
         tokens += static_cast<double>(length - options_.steps + 1 + step);
     const CacheConfig& config = setup_.config;
     const int kv_heads = setup_.kvHeads() / config.grid.heads;
-    return tokens * config.geometry.layers * kv_heads * setup_.headDim() * 2.0 *
-           static_cast<double>(bytesPerElement(config.kv_format));
+    const auto row_bytes =
+        static_cast<double>(bytesPerElement(config.kv_format)) * setup_.headDim() +
+        static_cast<double>(scaleBytes(config.kv_format, config.block_size)) / config.block_size;
+    return tokens * config.geometry.layers * kv_heads * 2.0 * row_bytes;
 }
 
 void BenchRun::print(const std::string& text) {

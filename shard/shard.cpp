@@ -277,6 +277,7 @@ Result<void> Shard::gather(SequenceId sequence, int layer, void* k, void* v, Str
     params.tables = tables_.view();
     params.pool = device_pool_.view();
     params.layer = layer;
+    params.format = hasScales(config_.block.format) ? config_.input_format : config_.block.format;
     params.k = k;
     params.v = v;
     device_->operations().gather(params, stream);

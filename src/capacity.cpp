@@ -15,10 +15,10 @@ tl::unexpected<Failure> tooLarge(const std::string& what) {
     return failure(ErrorCode::invalid_argument, what + " is beyond 64 bits");
 }
 
-// K and V of one token and one KV head in one layer, scales included.
-std::int64_t headTokenBytes(const LayerGroup& group, NumberFormat format) {
-    return 2 * (group.head_dim * static_cast<std::int64_t>(bytesPerElement(format)) +
-                static_cast<std::int64_t>(scaleBytes(format)));
+// K and V of one KV head in one layer of a block, scales and their padding included.
+std::int64_t headBlockBytes(const LayerGroup& group, int block_size, NumberFormat format) {
+    const auto element = static_cast<std::int64_t>(bytesPerElement(format));
+    return 2 * (group.head_dim * element * block_size + scaleBytes(format, block_size));
 }
 
 std::int64_t ceilDivide(std::int64_t dividend, std::int64_t divisor) {
@@ -51,8 +51,10 @@ Result<void> validateRequest(const CapacityRequest& request) {
 Result<GroupCapacity> groupCapacity(const LayerGroup& group, const CapacityRequest& request,
                                     const Grid& grid) {
     const auto layers = static_cast<std::int64_t>(group.layers.size());
-    const auto token =
-        checkedProduct({layers, group.kv_heads, headTokenBytes(group, request.kv_format)});
+    // A power of two, the block size divides the padding of its scales too.
+    const std::int64_t head_token =
+        headBlockBytes(group, request.block_size, request.kv_format) / request.block_size;
+    const auto token = checkedProduct({layers, group.kv_heads, head_token});
     if (!token) return tooLarge("bytes a token");
     const auto block =
         blockBytes(group, group.kv_heads / grid.heads, request.block_size, request.kv_format);
@@ -92,7 +94,7 @@ Result<std::int64_t> blockBytes(const LayerGroup& group, int local_kv_heads, int
                        "block size " + std::to_string(block_size) + ": at least 1 token");
     }
     const auto bytes = checkedProduct({static_cast<std::int64_t>(group.layers.size()),
-                                       local_kv_heads, block_size, headTokenBytes(group, format)});
+                                       local_kv_heads, headBlockBytes(group, block_size, format)});
     if (!bytes) return tooLarge("bytes of a block");
     return *bytes;
 }

@@ -141,10 +141,12 @@ Result<void> checkOffsets(const CacheConfig& config) {
     const auto layers = static_cast<std::int64_t>(group.layers.size());
     const auto tokens = blockTokens(config);
     const auto blocks = checkedSum({config.device_blocks, config.host_blocks});
-    const auto token_bytes =
-        checkedProduct({2 * layers, group.kv_heads, group.head_dim,
-                        static_cast<std::int64_t>(bytesPerElement(config.kv_format))});
-    if (!tokens || !blocks || !token_bytes || !checkedProduct({*blocks, *tokens, *token_bytes})) {
+    const auto element = static_cast<std::int64_t>(bytesPerElement(config.kv_format));
+    const auto rows = checkedProduct({tokens.value_or(0), group.head_dim, element});
+    const auto head =
+        checkedSum({rows.value_or(0), scaleBytes(config.kv_format, tokens.value_or(0))});
+    if (!tokens || !blocks || !rows || !head ||
+        !checkedProduct({*blocks, 2 * layers, group.kv_heads, *head})) {
         return invalid("device blocks and host blocks: the bytes of the pools are beyond 64 bits");
     }
     if (!checkedProduct({config.max_step_tokens, config.geometry.query_heads, group.head_dim, 4})) {

@@ -32,9 +32,14 @@ enum class NumberFormat : std::uint8_t { fp32, fp16, bf16, fp8_e4m3, int8 };
     return 0;
 }
 
-// Bytes of scales beside one head_dim run of elements.
-[[nodiscard]] constexpr std::size_t scaleBytes(NumberFormat format) noexcept {
-    return format == NumberFormat::fp8_e4m3 || format == NumberFormat::int8 ? 2 : 0;
+[[nodiscard]] constexpr bool hasScales(NumberFormat format) noexcept {
+    return format == NumberFormat::fp8_e4m3 || format == NumberFormat::int8;
+}
+
+// Bytes of the scales of K (or V) of `tokens` tokens and one KV head in a block, padded so that
+// what follows begins at a multiple of 16 bytes.
+[[nodiscard]] constexpr std::int64_t scaleBytes(NumberFormat format, std::int64_t tokens) noexcept {
+    return hasScales(format) ? (2 * tokens + 15) / 16 * 16 : 0;
 }
 
 [[nodiscard]] std::string_view name(NumberFormat format) noexcept;  // "bf16"

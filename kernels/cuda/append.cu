@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(threads)
             if (!is_key) head -= params.kv_heads;
             const std::int64_t head_row = row * params.kv_heads + head;
             std::byte* const key = keyRow(pool, params.layer, block, head, within);
-            const int to = storedElement(position, at, params.head_dim);
+            const int to = storedElement(position, at, params.head_dim, sizeof(std::uint16_t));
             if (is_key)
                 storeNumbers<count>(pool.format, key, to,
                                     rotated<count>(params, params.k, head_row, row, at));

@@ -289,7 +289,7 @@ private:
                                      kv_head * pool.head_stride +
                                      token % block_size * pool.token_stride;
             for (int i = 0; i < shape_->head_dim; ++i) {
-                const std::int64_t stored = 2 * storedElement(token, i, shape_->head_dim);
+                const std::int64_t stored = 2 * storedElement(token, i, shape_->head_dim, 2);
                 const auto to = static_cast<std::size_t>(token * shape_->head_dim + i);
                 k[to] = pattern_->at(key + stored);
                 v[to] = pattern_->at(key + pool.value_offset + stored);

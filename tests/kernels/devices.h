@@ -128,17 +128,19 @@ protected:
     return format == NumberFormat::fp16 ? 1e-3 : 4e-3;
 }
 
-// Where element `element` of a 16-bit row lies in the pool's row of the token at `position`,
-// written from the words of ops.h: on CUDA pieces of 8 elements are permuted among 8 consecutive
-// tokens, as far as an even number of pieces allows.
+// Where element `element` of a row lies in the pool's row of the token at `position`, written from
+// the words of ops.h: on CUDA pieces of 16 bytes are permuted among 8 consecutive tokens, as far as
+// an even number of pieces allows.
 [[nodiscard]] inline int storedElement(const Device& device, std::int64_t position, int element,
-                                       int head_dim) {
+                                       int head_dim, NumberFormat format) {
     if (device.kind() == DeviceKind::cpu) return element;
-    const int pieces = head_dim / 8;
+    const int in_piece = 16 / static_cast<int>(bytesPerElement(format));
+    const int pieces = head_dim / in_piece;
     const int turn = static_cast<int>(position % 8) / (pieces % 8 == 0   ? 1
                                                        : pieces % 4 == 0 ? 2
-                                                                         : 4);
-    return (element / 8 ^ turn) * 8 + element % 8;
+                                                       : pieces % 2 == 0 ? 4
+                                                                         : 8);
+    return (element / in_piece ^ turn) * in_piece + element % in_piece;
 }
 
 struct DeviceNames {

@@ -23,26 +23,28 @@ namespace {
 struct Layout {
     int mantissa_bits;
     int exponent_bias;
-    std::uint16_t infinity;
+    std::uint16_t infinity;  // e4m3 has none: what comes after its largest number is NaN
+    std::uint16_t sign = 0x8000;
 };
 constexpr Layout fp16_layout{10, 15, 0x7C00};
 constexpr Layout bf16_layout{7, 127, 0x7F80};
+constexpr Layout e4m3_layout{3, 7, 0x7F, 0x80};
 
-// A finite 16-bit number from its definition.
+// A finite number from its definition.
 double definition(std::uint16_t bits, const Layout& layout) {
-    const int exponent = (bits & 0x7FFF) >> layout.mantissa_bits;
+    const int exponent = (bits & (layout.sign - 1)) >> layout.mantissa_bits;
     const int mantissa = bits & ((1 << layout.mantissa_bits) - 1);
     const double magnitude =
         exponent == 0 ? std::ldexp(mantissa, 1 - layout.exponent_bias - layout.mantissa_bits)
                       : std::ldexp(mantissa + (1 << layout.mantissa_bits),
                                    exponent - layout.exponent_bias - layout.mantissa_bits);
-    return (bits & 0x8000) != 0 ? -magnitude : magnitude;
+    return (bits & layout.sign) != 0 ? -magnitude : magnitude;
 }
 
 // The nearest representable number, ties to the even mantissa, by bisection. As if the exponent had
 // one more value, numbers beyond half a unit above the largest become infinity.
 std::uint16_t nearest(float value, const Layout& layout) {
-    const auto sign = static_cast<std::uint16_t>(std::signbit(value) ? 0x8000 : 0);
+    const auto sign = static_cast<std::uint16_t>(std::signbit(value) ? layout.sign : 0);
     const double magnitude = std::fabs(static_cast<double>(value));
     std::uint16_t below = 0;
     std::uint16_t above = layout.infinity;
@@ -164,6 +166,96 @@ TEST(NumberFormatsTest, SpecialsStaySpecial) {
 static_assert(fp16ToFloat(0x3C00) == 1.0F && fp16FromFloat(65520.0F) == 0x7C00 &&
               fp16FromFloat(0x1p-25F) == 0);
 static_assert(bf16ToFloat(0xC000) == -2.0F && bf16FromFloat(1.00390625F) == 0x3F80);
+
+TEST(NumberFormatsTest, EveryE4m3RoundTrips) {
+    for (int i = 0; i <= 0xFF; ++i) {
+        const auto bits = static_cast<std::uint8_t>(i);
+        const float value = e4m3ToFloat(bits);
+        ASSERT_EQ(std::signbit(value), i >= 0x80);
+        if ((i & 0x7F) == 0x7F) {
+            EXPECT_TRUE(std::isnan(value));
+            EXPECT_EQ(e4m3FromFloat(value), 0x7F);
+        } else {
+            ASSERT_EQ(static_cast<double>(value), definition(bits, e4m3_layout)) << i;
+            ASSERT_EQ(e4m3FromFloat(value), bits);
+        }
+    }
+    EXPECT_EQ(e4m3ToFloat(0x7E), 448.0F);
+}
+
+TEST(NumberFormatsTest, E4m3RoundsToNearestEvenAndTooLargeIsNan) {
+    for (const auto& values : {floatsAround(e4m3_layout), randomFloats()})
+        for (const float value : values) {
+            const std::uint16_t expected = nearest(value, e4m3_layout);
+            ASSERT_EQ(e4m3FromFloat(value), (expected & 0x7F) == 0x7F ? 0x7F : expected)
+                << std::hexfloat << value;
+        }
+    constexpr float inf = std::numeric_limits<float>::infinity();
+    for (const float beyond : {std::nextafter(464.0F, inf), 1e30F, inf, -inf, NAN})
+        EXPECT_EQ(e4m3FromFloat(beyond), 0x7F);
+    EXPECT_EQ(e4m3FromFloat(464.0F), 0x7E);
+    EXPECT_EQ(e4m3FromFloat(-0.0F), 0x80);
+}
+
+TEST(NumberFormatsTest, Int8RoundsToNearestEven) {
+    for (int i = -127; i <= 127; ++i) {
+        ASSERT_EQ(int8FromFloat(static_cast<float>(i)), i);
+        const float tie = static_cast<float>(i) + 0.5F;
+        ASSERT_EQ(int8FromFloat(std::nextafter(tie, -128.0F)), i);
+        if (i == 127) break;
+        ASSERT_EQ(int8FromFloat(tie), i % 2 == 0 ? i : i + 1);
+        ASSERT_EQ(int8FromFloat(std::nextafter(tie, 128.0F)), i + 1);
+    }
+    EXPECT_EQ(int8FromFloat(NAN), 0);
+}
+
+static_assert(e4m3ToFloat(0x38) == 1.0F && e4m3FromFloat(1.0625F) == 0x38 &&
+              e4m3FromFloat(0x1p-10F) == 0 && int8FromFloat(-2.5F) == -2);
+
+template <NumberFormat format>
+void scaleIsTheLeastThatHoldsTheRow() {
+    constexpr float largest = Stored<format>::largest;
+    std::vector<float> values = floatsAround(fp16_layout);
+    for (const float value : randomFloats())
+        values.push_back(value);
+    for (const float value : values)
+        for (const float amax : {std::fabs(value), std::fabs(value) * largest}) {
+            if (!std::isfinite(amax)) continue;
+            const std::uint16_t scale = scaleOf(magnitudeBits(amax), largest);
+            ASSERT_GE(scale, 1) << std::hexfloat << amax;
+            ASSERT_LE(scale, 0x7C00);
+            const float exact_scale = amax / largest;
+            ASSERT_GE(fp16ToFloat(scale), exact_scale);
+            if (scale > 1) {
+                ASSERT_LT(fp16ToFloat(scale - 1), exact_scale);
+            }
+            if (scale == 0x7C00) continue;
+            const float most =
+                Stored<format>::toFloat(Stored<format>::fromFloat(amax / fp16ToFloat(scale)));
+            ASSERT_LE(most, largest) << std::hexfloat << amax;
+        }
+    constexpr float inf = std::numeric_limits<float>::infinity();
+    EXPECT_EQ(scaleOf(magnitudeBits(0.0F), largest), 1);
+    EXPECT_EQ(scaleOf(magnitudeBits(65504.0F * largest), largest), 0x7BFF);
+    EXPECT_EQ(scaleOf(magnitudeBits(std::nextafter(65504.0F * largest, inf)), largest), 0x7C00);
+    EXPECT_EQ(scaleOf(magnitudeBits(-inf), largest), 0x7C00);
+    EXPECT_EQ(scaleOf(magnitudeBits(-std::bit_cast<float>(0x7F800001U)), largest), 0x7E00);
+}
+
+TEST(NumberFormatsTest, ScalesAreTheLeastThatHoldTheRow) {
+    scaleIsTheLeastThatHoldsTheRow<NumberFormat::fp8_e4m3>();
+    scaleIsTheLeastThatHoldsTheRow<NumberFormat::int8>();
+}
+
+// What the rule's words promise of a row that cannot be held: no element is finite.
+TEST(NumberFormatsTest, NothingInABrokenRowIsFinite) {
+    constexpr float inf = std::numeric_limits<float>::infinity();
+    for (const float scale : {inf, fp16ToFloat(0x7E00)})
+        for (const float x : {0.0F, -1.0F, 3e38F, inf, -inf, NAN}) {
+            EXPECT_FALSE(std::isfinite(e4m3ToFloat(e4m3FromFloat(x / scale)) * scale));
+            EXPECT_FALSE(std::isfinite(static_cast<float>(int8FromFloat(x / scale)) * scale));
+        }
+}
 
 // The vectorised rows give the bits of the shared scalar functions, at any length.
 TEST(NumberFormatsTest, VectorisedRowsGiveTheSameBits) {

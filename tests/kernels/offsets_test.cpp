@@ -80,8 +80,8 @@ protected:
         device_->synchronize(device_->defaultStream());
         std::vector<std::uint16_t> bits;
         for (int i = 0; i < head_dim; ++i)
-            bits.push_back(
-                stored[static_cast<std::size_t>(storedElement(*device_, position, i, head_dim))]);
+            bits.push_back(stored[static_cast<std::size_t>(
+                storedElement(*device_, position, i, head_dim, NumberFormat::bf16))]);
         return bits;
     }
 

@@ -169,7 +169,7 @@ public:
                                   position % pool_.block_size * pool_.token_stride +
                                   (kind == Kind::v ? pool_.value_offset : 0);
         return static_cast<std::size_t>(
-            byte / 2 + storedElement(*device_, position, element, model_.head_dim));
+            byte / 2 + storedElement(*device_, position, element, model_.head_dim, model_.format));
     }
 
     // Leaves only one logical block of a sequence in its table; the others get ids out of range.

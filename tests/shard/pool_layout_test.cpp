@@ -1,5 +1,6 @@
 #include "shard/pool_layout.h"
 
+#include <map>
 #include <set>
 #include <string>
 
@@ -69,6 +70,66 @@ TEST_P(PoolLayouts, TheRunsOfABlockAreItsRowsAndNoOthers) {
         }
         EXPECT_EQ(copied, rows);
     }
+}
+
+// Rows and scales of every token, each with its own bytes and all starts aligned; what is left of
+// the pool is padding of scales.
+TEST_P(PoolLayouts, ScalesLieBesideTheirRows) {
+    for (const NumberFormat format : {NumberFormat::fp8_e4m3, NumberFormat::int8})
+        for (const int head_dim : {64, 80, 96})
+            for (const std::int64_t block_size : {1, 2, 4, 8, 16, 256}) {
+                BlockShape low = shape;
+                low.format = format;
+                low.head_dim = head_dim;
+                low.block_size = block_size;
+                const PoolView view = poolView(GetParam(), low, blocks, nullptr);
+                std::map<std::int64_t, std::int64_t> ends;  // begin -> end of what was seen
+                const auto see = [&ends](std::int64_t begin, std::int64_t bytes) {
+                    EXPECT_TRUE(ends.emplace(begin, begin + bytes).second);
+                };
+                for (std::int64_t layer = 0; layer < low.layers; ++layer)
+                    for (std::int64_t block = 0; block < blocks; ++block)
+                        for (std::int64_t head = 0; head < low.kv_heads; ++head)
+                            for (const std::int64_t kind : {std::int64_t{0}, view.value_offset}) {
+                                const std::int64_t first =
+                                    layer * view.layer_stride + block * view.block_stride + kind;
+                                const std::int64_t scales =
+                                    first + view.scale_offset + head * view.scale_head_stride;
+                                EXPECT_EQ(scales % 16, 0);
+                                const std::int64_t padded = (2 * block_size + 15) / 16 * 16;
+                                see(scales, padded);
+                                for (std::int64_t within = 0; within < block_size; ++within) {
+                                    const std::int64_t row = first + head * view.head_stride +
+                                                             within * view.token_stride;
+                                    EXPECT_EQ(row % 16, 0);
+                                    see(row, head_dim);
+                                }
+                            }
+                std::int64_t at = 0;
+                for (const auto& [begin, end] : ends) {
+                    EXPECT_EQ(begin, at);
+                    at = end;
+                }
+                EXPECT_EQ(at, blocks * blockBytes(low).value());
+            }
+}
+
+TEST(PoolLayout, ScalesFollowTheRowsOfTheirHead) {
+    const BlockShape low{.layers = 3,
+                         .kv_heads = 2,
+                         .head_dim = 128,
+                         .block_size = 4,
+                         .format = NumberFormat::fp8_e4m3};
+    const PoolView major = poolView(PoolLayout::block_major, low, blocks, nullptr);
+    EXPECT_EQ(major.scale_offset, 4 * 128);
+    EXPECT_EQ(major.value_offset, 4 * 128 + 16);
+    EXPECT_EQ(major.head_stride, 2 * (4 * 128 + 16));
+    EXPECT_EQ(major.scale_head_stride, major.head_stride);
+    const PoolView classic = poolView(PoolLayout::layer_major, low, blocks, nullptr);
+    EXPECT_EQ(classic.scale_offset, 4 * 2 * 128);
+    EXPECT_EQ(classic.scale_head_stride, 16);
+    EXPECT_EQ(classic.block_stride, 4 * 2 * 128 + 2 * 16);
+    EXPECT_EQ(blockBytes(low).value(), 3 * 2 * 2 * (4 * 128 + 16));
 }
 
 std::string layoutName(const testing::TestParamInfo<PoolLayout>& layout) {

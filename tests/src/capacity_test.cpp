@@ -97,6 +97,22 @@ TEST(Capacity, LowBitFormatsCarryScales) {
     EXPECT_EQ(blockBytes(group, 2, 16, NumberFormat::fp8_e4m3), 3 * 2 * 16 * 2 * (128 + 2));
     EXPECT_EQ(blockBytes(group, 1, 16, NumberFormat::int8), 3 * 1 * 16 * 2 * (128 + 2));
     EXPECT_EQ(blockBytes(group, 1, 16, NumberFormat::fp32), 3 * 1 * 16 * 2 * 512);
+    // The scales of a head's K or V are padded to 16 bytes, as much as 8 of them.
+    EXPECT_EQ(blockBytes(group, 1, 8, NumberFormat::int8), 3 * 1 * 2 * (8 * 128 + 16));
+    EXPECT_EQ(blockBytes(group, 1, 4, NumberFormat::int8), 3 * 1 * 2 * (4 * 128 + 16));
+    EXPECT_EQ(blockBytes(group, 2, 1, NumberFormat::int8), 3 * 2 * 2 * (1 * 128 + 16));
+}
+
+TEST(Capacity, PaddingOfScalesIsCounted) {
+    CapacityRequest low = request();
+    low.kv_format = NumberFormat::fp8_e4m3;
+    for (const auto& [block_size, scale] :
+         {std::pair{1, 16}, {2, 8}, {4, 4}, {8, 2}, {64, 2}, {256, 2}}) {
+        low.block_size = block_size;
+        const Capacity capacity = compute(low);
+        EXPECT_EQ(capacity.bytes_per_token, 8 * 8 * 2 * (128 + scale)) << block_size;
+        EXPECT_EQ(capacity.groups.front().block_bytes * 2, capacity.bytes_per_token * block_size);
+    }
 }
 
 TEST(Capacity, BlockBytesRefuses) {
