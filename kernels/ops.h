@@ -109,18 +109,23 @@ struct GatherParams {
 };
 
 // The attention states of the step's rows over the lanes that this rank owns: row at position p
-// sees the positions <= p of its sequence that lie in those lanes. Query head h reads KV head h /
-// (query_heads / kv_heads). A score is scale * q.k; with a softcap it becomes
-// softcap * tanh(score / softcap), in (-softcap, softcap), before the softmax (Gemma 2, arXiv
-// 2408.00118); NaN stays NaN. Rows that see nothing get the empty state (0, -inf). Lane l of the
-// sequence in slot s is owned when (l + s) mod context_ranks == context_rank; context_ranks is a
-// power of two up to 64, so that the owned lanes are one subtree of the fold.
+// sees the positions <= p of its sequence that lie in those lanes, with a window only those beyond
+// p - window. Query head h reads KV head h / (query_heads / kv_heads). A score is scale * q.k; with
+// a softcap it becomes softcap * tanh(score / softcap), in (-softcap, softcap), before the softmax
+// (Gemma 2, arXiv 2408.00118); NaN stays NaN. Rows that see nothing get the empty state (0, -inf).
+// Lane l of the sequence in slot s is owned when (l + s) mod context_ranks == context_rank;
+// context_ranks is a power of two up to 64, so that the owned lanes are one subtree of the fold.
+//
+// What a row does not see changes no bit of its state, whatever the table says of it and whatever
+// lies there: an id behind the window may be out of range, or of a block that another sequence
+// has by now. A leaf that a window cuts is the state of the tokens in it that the row sees.
 struct AttendParams {
     int query_heads = 0;
     int kv_heads = 0;
     int head_dim = 0;
     float scale = 1.0F;         // of q.k
     float softcap = 0.0F;       // of scores; 0: none
+    std::int64_t window = 0;    // tokens that a row sees, its own included; 0: all
     const float* q = nullptr;   // [rows, query_heads, head_dim]
     const Run* runs = nullptr;  // [run_count]; rows of runs do not overlap
     std::int64_t run_count = 0;
