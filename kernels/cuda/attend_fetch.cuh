@@ -1,6 +1,6 @@
-// How K and V come into shared memory, ahead of the arithmetic: each warp of attend_kernel keeps
-// tiles of its leaves coming into a ring of its own. From sm_90 on rows that lie behind each other
-// come as one bulk copy; before, 16 bytes a thread.
+// How K and V come into shared memory, ahead of the arithmetic: for each of the four leaves that a
+// block of threads computes at a time, a warp of its own keeps tiles coming into a ring. From sm_90
+// on rows that lie behind each other come as one bulk copy; before, 16 bytes a thread.
 #pragma once
 
 #include "kernels/cuda/attend_schedule.cuh"
@@ -9,191 +9,261 @@
 
 namespace kvgrid::cuda {
 
-// Sizes that follow from the head dim.
-template <int head_dim>
+// Sizes that follow from the format, the head dim, and how many warps (of 8 query rows each)
+// compute a leaf.
+template <NumberFormat format, int head_dim, int row_tiles>
 struct AttendShape {
-    static constexpr int tile_tokens = head_dim > 128 ? 16 : 32;
+    static constexpr int computing_threads = attend_warps * row_tiles * warp_size;
+    static constexpr int threads = computing_threads + attend_warps * warp_size;
+    static constexpr int tile_rows = product_rows * row_tiles;
+    static constexpr bool has_scales = scaleBytes(format, 1) != 0;
+    static constexpr int row_bytes = head_dim * static_cast<int>(bytesPerElement(format));
+    static constexpr int row_chunks = row_bytes / 16;
+    // Copies of 8 KB, of which eight warps can have two under way each.
+    static constexpr int tile_tokens = row_bytes <= 128 ? 64 : row_bytes <= 256 ? 32 : 16;
     static constexpr int tiles = stripe_tokens / tile_tokens;  // of a leaf
-    static constexpr int row_chunks = head_dim / 8;            // of 16 bytes
-    static constexpr int row_bytes = head_dim * 2;
-    static constexpr int tile_bytes = tile_tokens * row_bytes;
+    static constexpr std::uint64_t tile_mask = ~std::uint64_t{0} >> (64 - tile_tokens);
     static constexpr int steps = head_dim / 16;  // of a product over the head dim
-    // The four leaves' states on their way into the fold. Rows are 4 numbers longer than a state,
-    // so that the threads of a warp write to different banks.
-    static constexpr int exchange_stride = head_dim + 4;
+    // A stage of the ring: rows, then, in that of K, the scales of K and of V.
+    static constexpr int rows_bytes = tile_tokens * row_bytes;
+    static constexpr int scales_bytes = has_scales ? 2 * tile_tokens : 0;
+    static constexpr int tile_bytes = rows_bytes + 2 * scales_bytes;
+    // The four leaves' states on their way into the fold, the elements of some steps at a time.
+    // Rows are 4 numbers longer, so that the threads of a warp write to different banks.
+    static constexpr int exchange_steps = steps < 4 ? steps : 4;
+    static constexpr int exchange_stride = 16 * exchange_steps + 4;
     static constexpr int exchange_numbers = attend_warps * tile_rows * (exchange_stride + 1);
+    // What rounding left out of the queries, as the products want it.
+    static constexpr bool splits_queries = format == NumberFormat::bf16;
+    static constexpr int rests_bytes = splits_queries ? row_tiles * steps * warp_size * 8 : 0;
     // Levels of a unit's fold that are kept in registers; deeper ones are in local memory.
     static constexpr int register_levels = head_dim > 128 ? 0 : 3;
 
-    // So that one's arithmetic, folds and waits at barriers pass while memory serves the other.
-    static constexpr int blocks_per_multiprocessor = 2;
+    // From sm_90 on. One's arithmetic, folds and waits at barriers pass while memory serves the
+    // other.
+    static constexpr int blocks_per_multiprocessor = row_tiles == 1 ? 2 : 1;
+    // Registers of a thread that computes and of one that fetches. The launch gives all the same.
+    static constexpr int computing_registers = row_tiles == 1 ? 168 : 208;
+    static constexpr int fetching_registers = 88;
 
-    // Of a stage: its tile, its barrier, and which of its tokens there are.
-    static constexpr int stage_bytes = tile_bytes + 8 + 4;
+    static constexpr int queue_bytes = queue_slots * (static_cast<int>(sizeof(Unit)) + 16);
+    // Of a stage: its tile, its two barriers, and which of its tokens there are.
+    static constexpr int stage_bytes = tile_bytes + 8 + 8 + 8;
     static constexpr int sharedBytes(int stages) {
-        return attend_warps * stages * stage_bytes + 4 * exchange_numbers;
+        return attend_warps * stages * stage_bytes + 4 * exchange_numbers + rests_bytes +
+               queue_bytes;
     }
 };
 
-// A warp's part of the shared memory.
+// Stages that are filled in turn.
 struct Ring {
     std::uint32_t tiles;
-    std::uint32_t barriers;
-    std::uint32_t* present;  // [stages]: which tokens of the tile there are
+    std::uint32_t filled;    // barriers: a stage has come
+    std::uint32_t consumed;  // barriers: the warps that compute have done with it
+    std::uint64_t* present;  // [stages]: which tokens of the tile there are
     int stages;
 };
 
-// One leaf on its way in. What a lane holds of it is of its tile number `lane`, where a tile is one
-// run of memory, else of the leaf's block number `lane`.
-struct LeafSource {
-    bool there = false;
-    bool is_new = false;  // has tokens of this step
-    int kv_head;
-    int tokens;               // of the leaf, up to the tile's last position
-    std::int32_t slot;        // of the block table
-    std::int64_t logical;     // block of the leaf's first token
-    std::int64_t within;      // its place there
-    std::int64_t block;       // the lane's
-    std::int64_t offset;      // of the lane's tile in its block, in tokens
-    const std::byte* source;  // K of the lane's tile
-    int rows;                 // of it that there are
-    std::uint64_t policy;     // of the L2 cache
+// A place in a ring, from stage to stage.
+struct RingPlace {
+    int stage = 0;
+    unsigned phase = 0;  // of the stage's barriers
+
+    __device__ __forceinline__ void advance(int stages) {
+        if (++stage == stages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
 };
 
-// Fetches the tiles of a warp's leaves, in the order in which the warp will want them: for each
-// leaf K and V of its first tile, of its second, ... The block ids of a leaf are read while the
-// leaf before it comes in.
-template <int head_dim>
-class TileFetcher {
-    using Shape = AttendShape<head_dim>;
-
-public:
-    __device__ TileFetcher(const AttendLaunch& launch, int warp, const Ring& ring)
-        : params_(launch.params),
-          deal_(launch.plan),
-          warp_(warp),
-          whole_tiles_(launch.params.pool.token_stride == Shape::row_bytes &&
-                       launch.params.pool.block_size % Shape::tile_tokens == 0),
-          ring_(ring) {
-        round_ = -1;
-        unit_.round_bits = -1;
-        findNext();
-        turnToNext();
-    }
-
-    // Starts as many tiles as the ring holds beside the one that is worked on. Tokens of this step
-    // may be being written by the launch before.
-    __device__ void fillRing() {
-        static_assert(most_stages <= 2 * Shape::tiles, "no further than the first leaf");
-        if (leaf_.is_new) waitForLaunchBefore();
-#pragma unroll 1
-        for (int i = 1; i < ring_.stages; ++i)
-            fetch();
-    }
-
-    // Starts the next tile, into the stage after the last one's; nothing after the last leaf.
-    __device__ __forceinline__ void fetch() {
-        // What is seldom lies out of the way: the loop that this is in must stay in the instruction
-        // cache.
-        if (__builtin_expect(leaf_.there && step_ == 2 * Shape::tiles, 0)) turnToNext();
-        if (leaf_.there) {
-            if (__builtin_expect(whole_tiles_, 1))
-                fetchWholeTile();
-            else
-                fetchTile();
-            ++step_;
-        }
-#if __CUDA_ARCH__ < 900
-        commitCopies();
-#endif
-        stage_ = stage_ + 1 == ring_.stages ? 0 : stage_ + 1;
-    }
-
-    // Waits for the oldest tile that was not waited for; returns its stage.
-    __device__ __forceinline__ int wait() {
-        const int stage = waited_;
+// Threads that arrive when a stage has come: of bulk copies the one that issues them, which count
+// their bytes besides.
 #if __CUDA_ARCH__ >= 900
-        waitBarrier(ring_.barriers + static_cast<std::uint32_t>(stage * 8), phase_);
+inline constexpr int filling_threads = 1;
 #else
-        waitCopiesUpTo(ring_.stages - 2);
+inline constexpr int filling_threads = warp_size;
 #endif
-        __syncwarp();
-        if (++waited_ == ring_.stages) {
-            waited_ = 0;
-            phase_ ^= 1;
-        }
-        return stage;
-    }
 
-    // The oldest tile that was not taken, once it is there; starts another. Returns which of its
-    // tokens there are.
-    __device__ __forceinline__ std::uint32_t take(std::uint32_t& tile) {
-        const int stage = wait();
-        tile = ring_.tiles + static_cast<std::uint32_t>(stage * Shape::tile_bytes);
-        const std::uint32_t present = ring_.present[stage];
-        fetch();
-        return present;
+// The units of a block of threads, from the warp that takes them to all that work on them. A slot
+// is filled again when all have done with it.
+struct UnitQueue {
+    Unit* units;           // [queue_slots] in shared memory; rows = 0: there are no more
+    std::uint32_t filled;  // barriers, [queue_slots]
+    std::uint32_t read;
+};
+
+// One warp's way through the queue. Units stay there while they are worked on, not in registers.
+class QueueReader {
+public:
+    __device__ explicit QueueReader(const UnitQueue& queue) : queue_(queue) {}
+
+    // The next unit; null after the last.
+    __device__ __forceinline__ const Unit* next() {
+        waitBarrier(queue_.filled + static_cast<std::uint32_t>(place_.stage * 8), place_.phase);
+        __syncwarp();
+        const Unit* const unit = queue_.units + place_.stage;
+        return unit->rows > 0 ? unit : nullptr;
+    }
+    // Done with it.
+    __device__ __forceinline__ void release() {
+        __syncwarp();
+        if (static_cast<int>(threadIdx.x) % warp_size == 0)
+            arrive(queue_.read + static_cast<std::uint32_t>(place_.stage * 8));
+        place_.advance(queue_slots);
     }
 
 private:
-    __device__ void turnToNext() {
-        leaf_ = next_;
-        step_ = 0;
-        if (!leaf_.there) return;
-        if (whole_tiles_) {
-            if (leaf_.block == no_block)
-                leaf_.rows = 0;
-            else
-                leaf_.source =
-                    keyRow(params_.pool, params_.layer, leaf_.block, leaf_.kv_head, leaf_.offset);
-        }
-        findNext();
+    UnitQueue queue_;
+    RingPlace place_;
+};
+
+// Of the warp that takes units.
+class QueueWriter {
+public:
+    __device__ QueueWriter(const AttendLaunch& launch, const UnitQueue& queue)
+        : deal_(launch),
+          queue_(queue) {}
+
+    __device__ void add() {
+        constexpr int words = sizeof(Unit) / sizeof(uint4);
+        static_assert(words <= warp_size);
+        const int lane = static_cast<int>(threadIdx.x) % warp_size;
+        unsigned long long from = 0;
+        if (lane == 0) from = reinterpret_cast<unsigned long long>(deal_.next());
+        from = __shfl_sync(all_lanes, from, 0);
+        waitBarrier(queue_.read + static_cast<std::uint32_t>(place_.stage * 8), place_.phase ^ 1);
+        __syncwarp();
+        Unit* const to = queue_.units + place_.stage;
+        if (from == 0)
+            to->rows = 0;
+        else if (lane < words)
+            reinterpret_cast<uint4*>(to)[lane] = reinterpret_cast<const uint4*>(from)[lane];
+        __syncwarp();
+        if (lane == 0) arrive(queue_.filled + static_cast<std::uint32_t>(place_.stage * 8));
+        place_.advance(queue_slots);
     }
 
-    __device__ void findNext() {
-        const PoolView& pool = params_.pool;
-        next_.there = false;
+private:
+    UnitDeal deal_;
+    UnitQueue queue_;
+    RingPlace place_;
+};
+
+// Fetches the tiles of a ring's leaves, in the order in which they will be wanted: for each leaf K
+// and V of its first tile, of its second, ... By one warp; that of the first ring takes the units.
+template <typename Shape>
+class TileFetcher {
+public:
+    __device__ TileFetcher(const AttendLaunch& launch, int leaf, const Ring& ring,
+                           const UnitQueue& queue)
+        : params_(launch.params),
+          writer_(launch, queue),
+          reader_(queue),
+          leaf_number_(leaf),
+          whole_tiles_(launch.params.pool.token_stride == Shape::row_bytes &&
+                       launch.params.pool.block_size % Shape::tile_tokens == 0),
+          ring_(ring) {}
+
+    __device__ void run() {
         while (true) {
-            ++round_;
-            if (unit_.round_bits < 0 || round_ >> unit_.round_bits != 0) {
-                if (!deal_.next(unit_)) return;
-                round_ = 0;
+            if (leaf_number_ == 0) writer_.add();
+            const Unit* const unit = reader_.next();
+            if (unit == nullptr) return;
+            for (std::int64_t round = 0; round >> unit->round_bits == 0; ++round) {
+                const std::int64_t stripe =
+                    unit->stripeAt((unit->first_round + round) * attend_warps + leaf_number_,
+                                   params_.context_ranks);
+                if (unit->sees(stripe)) fetchLeaf(*unit, stripe);
             }
-            const std::int64_t stripe = unit_.stripeAt(
-                (unit_.first_round + round_) * attend_warps + warp_, params_.context_ranks);
-            if (stripe >= unit_.stripes()) continue;
-            const std::int64_t position = stripe * stripe_tokens;
-            const std::int64_t left = unit_.last_position - position + 1;
-            next_.there = true;
-            next_.is_new = position + stripe_tokens > unit_.first_position;
-            next_.kv_head = unit_.kv_head;
-            next_.slot = unit_.slot;
-            next_.logical = position / pool.block_size;
-            next_.within = position - next_.logical * pool.block_size;
-            next_.tokens = static_cast<int>(left < stripe_tokens ? left : stripe_tokens);
+            reader_.release();
+        }
+    }
+
+private:
+    // One leaf on its way in. What a lane holds of it is of its tile number `lane`, where a tile is
+    // one run of memory, else of the leaf's block number `lane`.
+    struct LeafSource {
+        int kv_head;
+        int skip;                 // tokens before the first that is seen
+        int tokens;               // of the leaf, up to the tile's last position
+        std::int32_t slot;        // of the block table
+        std::int64_t logical;     // block of the leaf's first token
+        std::int64_t within;      // its place there
+        std::int64_t block;       // the lane's
+        const std::byte* source;  // K of the lane's tile
+        const std::byte* scales;  // of K of the lane's tile
+        int rows;                 // of it that there are
+    };
+
+    __device__ void fetchLeaf(const Unit& unit, std::int64_t stripe) {
+        findLeaf(unit, stripe);
+        // The launch before may still be writing tokens of this step.
+        if ((stripe + 1) * stripe_tokens > unit.first_position) waitForLaunchBefore();
+        for (step_ = 0; step_ < 2 * Shape::tiles; ++step_) {
+            // At first all are free.
+            waitBarrier(ring_.consumed + static_cast<std::uint32_t>(place_.stage * 8),
+                        place_.phase ^ 1);
+            __syncwarp();
+            if (whole_tiles_)
+                fetchWholeTile();
+            else
+                fetchTile();
+            place_.advance(ring_.stages);
+        }
+    }
+
+    __device__ void findLeaf(const Unit& unit, std::int64_t stripe) {
+        const PoolView& pool = params_.pool;
+        const int lane = static_cast<int>(threadIdx.x) % warp_size;
+        const std::int64_t position = stripe * stripe_tokens;
+        const std::int64_t left = unit.last_position - position + 1;
+        leaf_.kv_head = unit.kv_head;
+        leaf_.skip = static_cast<int>(max(unit.first_seen - position, std::int64_t{0}));
+        leaf_.slot = unit.slot;
+        leaf_.logical = position / pool.block_size;
+        leaf_.within = position - leaf_.logical * pool.block_size;
+        leaf_.tokens = static_cast<int>(left < stripe_tokens ? left : stripe_tokens);
 #if __CUDA_ARCH__ >= 900
-            // Read once, it must not drive out code, tables and states. Tiles of one KV head read
-            // it together.
-            next_.policy = unit_.shape.tiles == 1 ? evictFirst() : evictNormally();
+        // Read once, it must not drive out code, tables and states. Tiles of one KV head read it
+        // together.
+        policy_ = unit.shape.tiles == 1 ? evictFirst() : evictNormally();
 #endif
-            next_.block = no_block;
-            const int lane = static_cast<int>(threadIdx.x) % warp_size;
-            int before = lane;
-            if (whole_tiles_) {
-                const int token = lane * Shape::tile_tokens;
-                const int rows = next_.tokens - token;
-                next_.rows = min(max(rows, 0), Shape::tile_tokens);
-                before = next_.rows > 0 ? blocksBefore(next_, token) : 0;
-                next_.offset = next_.within + token - before * pool.block_size;
-            }
-            if (before <= blocksBefore(next_, next_.tokens - 1))
-                next_.block = findBlock(params_.tables, next_.slot, next_.logical + before,
-                                        pool.max_num_blocks);
+        int before = lane;
+        const int token = lane * Shape::tile_tokens;
+        if (whole_tiles_) {
+            leaf_.rows = min(max(leaf_.tokens - token, 0), Shape::tile_tokens);
+            before = leaf_.rows > 0 ? blocksBefore(token) : 0;
+        }
+        leaf_.block = no_block;
+        if (before <= blocksBefore(leaf_.tokens - 1))
+            leaf_.block =
+                findBlock(params_.tables, leaf_.slot, leaf_.logical + before, pool.max_num_blocks);
+        if (!whole_tiles_) return;
+        if (leaf_.block == no_block) {
+            leaf_.rows = 0;
             return;
         }
+        const std::int64_t offset = leaf_.within + token - before * pool.block_size;
+        leaf_.source = keyRow(pool, params_.layer, leaf_.block, leaf_.kv_head, offset);
+        if constexpr (Shape::has_scales)
+            leaf_.scales = keyScale(pool, params_.layer, leaf_.block, leaf_.kv_head, offset);
     }
 
-    // Of a tile that lies in one run. Tokens past the end are the last rows.
+    [[nodiscard]] __device__ std::uint32_t stageTile() const {
+        return ring_.tiles + static_cast<std::uint32_t>(place_.stage * Shape::tile_bytes);
+    }
+    [[nodiscard]] __device__ std::uint32_t stageBarrier() const {
+        return ring_.filled + static_cast<std::uint32_t>(place_.stage * 8);
+    }
+
+    // Which of the first tokens of a tile come before `end`.
+    static __device__ __forceinline__ std::uint64_t tokensBefore(int end) {
+        return end >= Shape::tile_tokens ? Shape::tile_mask : (std::uint64_t{1} << end) - 1;
+    }
+
+    // Of a tile that lies in one run. Tokens past the end are the last rows, tokens that nobody
+    // sees any more the first.
     __device__ __forceinline__ void fetchWholeTile() {
         const int lane = static_cast<int>(threadIdx.x) % warp_size;
         const int tile = step_ >> 1;
@@ -203,38 +273,64 @@ private:
         const bool is_value = (step_ & 1) != 0;
         const std::byte* const source = reinterpret_cast<const std::byte*>(address) +
                                         (is_value ? params_.pool.value_offset : 0);
-        const std::uint32_t present = rows == warp_size ? all_lanes : (1U << rows) - 1;
-        const std::uint32_t to =
-            ring_.tiles + static_cast<std::uint32_t>(stage_ * Shape::tile_bytes);
+        const int skip = min(max(leaf_.skip - tile * Shape::tile_tokens, 0), rows);
+        const int count = rows - skip;
+        const std::uint64_t present = tokensBefore(rows) & ~tokensBefore(skip);
+        const std::uint32_t to = stageTile();
+        const std::byte* scales = nullptr;
+        if constexpr (Shape::has_scales)
+            scales = reinterpret_cast<const std::byte*>(
+                __shfl_sync(all_lanes, reinterpret_cast<unsigned long long>(leaf_.scales), tile));
 #if __CUDA_ARCH__ >= 900
-        if (__builtin_expect(rows != Shape::tile_tokens && rows != 0 && is_value && lane >= rows &&
-                                 lane < Shape::tile_tokens,
-                             0))
-            clearRow(to, lane);
+        if (__builtin_expect(count != Shape::tile_tokens && count != 0 && is_value, 0)) {
+            clearRows(to, present);
+            __syncwarp();
+        }
         if (lane == 0) {
-            ring_.present[stage_] = present;
-            const std::uint32_t barrier = ring_.barriers + static_cast<std::uint32_t>(stage_ * 8);
-            expectBytes(barrier, rows * Shape::row_bytes);
-            if (rows != 0) copyBulk(to, source, rows * Shape::row_bytes, barrier, leaf_.policy);
+            ring_.present[place_.stage] = present;
+            const std::uint32_t barrier = stageBarrier();
+            const bool with_scales = Shape::has_scales && !is_value && count != 0;
+            // Scales of 8 tokens at a time.
+            const int scales_bytes = with_scales ? (rows + 7) / 8 * 16 : 0;
+            expectBytes(barrier, count * Shape::row_bytes + 2 * scales_bytes);
+            if (count != 0)
+                copyBulk(to + static_cast<std::uint32_t>(skip * Shape::row_bytes),
+                         source + skip * Shape::row_bytes, count * Shape::row_bytes, barrier,
+                         policy_);
+            if (with_scales) {
+                copyBulk(to + Shape::rows_bytes, scales, scales_bytes, barrier, policy_);
+                copyBulk(to + Shape::rows_bytes + Shape::scales_bytes,
+                         scales + params_.pool.value_offset, scales_bytes, barrier, policy_);
+            }
         }
 #else
-        if (lane == 0) ring_.present[stage_] = present;
-        if (rows == 0) return;
+        if (lane == 0) ring_.present[place_.stage] = present;
         constexpr int copies = Shape::tile_tokens * Shape::row_chunks / warp_size;
 #pragma unroll 4
-        for (int i = 0; i < copies; ++i) {
+        for (int i = 0; i < copies && count != 0; ++i) {
             const int index = i * warp_size + lane;
-            const bool there = index < rows * Shape::row_chunks;
+            const int row = index / Shape::row_chunks;
+            const bool there = row >= skip && row < rows;
             copyAsync(to + static_cast<std::uint32_t>(index * 16),
                       there ? source + index * 16 : source, there ? 16 : 0);
         }
+        if (Shape::has_scales && !is_value)
+            for (int chunk = lane; chunk < 2 * Shape::scales_bytes / 16; chunk += warp_size) {
+                const int of_half = chunk % (Shape::scales_bytes / 16);
+                const bool of_value = chunk != of_half;
+                copyAsync(to + static_cast<std::uint32_t>(Shape::rows_bytes + chunk * 16),
+                          scales + (of_value ? params_.pool.value_offset : 0) + of_half * 16,
+                          of_half * 8 < rows ? 16 : 0);
+            }
+        __syncwarp();
+        arriveAfterCopies(stageBarrier());
 #endif
     }
 
     // How many blocks after the leaf's first one its token `token` lies.
-    __device__ int blocksBefore(const LeafSource& leaf, int token) const {
+    __device__ int blocksBefore(int token) const {
         const std::int64_t block_size = params_.pool.block_size;
-        const std::int64_t within = leaf.within + token;
+        const std::int64_t within = leaf_.within + token;
         if (within < block_size) return 0;
         // A leaf is shorter than two blocks, unless blocks are small.
         if (block_size >= stripe_tokens) return 1;
@@ -242,75 +338,110 @@ private:
                                 static_cast<std::uint32_t>(block_size));
     }
 
-    // K of the leaf's token `token`; null when it is past the end or its block is absent. Called by
-    // all lanes.
-    __device__ const std::byte* keyOf(int token) const {
+    struct Place {
+        std::int64_t block;
+        std::int64_t within;
+    };
+
+    // Where the leaf's token `token` lies; no_block when nobody sees it or its block is absent.
+    // Called by all lanes.
+    __device__ Place placeOf(int token) const {
         const PoolView& pool = params_.pool;
-        const bool valid = token < leaf_.tokens;
-        const int before = blocksBefore(leaf_, valid ? token : 0);
+        const bool valid = token >= leaf_.skip && token < leaf_.tokens;
+        const int before = blocksBefore(valid ? token : 0);
         std::int64_t block = __shfl_sync(all_lanes, leaf_.block, before % warp_size);
-        if (!valid) return nullptr;
+        if (!valid) return {no_block, 0};
         if (before >= warp_size)
             block =
                 findBlock(params_.tables, leaf_.slot, leaf_.logical + before, pool.max_num_blocks);
-        if (block == no_block) return nullptr;
-        return keyRow(pool, params_.layer, block, leaf_.kv_head,
-                      leaf_.within + token - before * pool.block_size);
+        return {block, leaf_.within + token - before * pool.block_size};
     }
 
+    // Of a tile that lies in many runs: a lane looks after every 32nd token.
     __device__ void fetchTile() {
+        constexpr int rounds = (Shape::tile_tokens + warp_size - 1) / warp_size;
         const int lane = static_cast<int>(threadIdx.x) % warp_size;
         const bool is_value = (step_ & 1) != 0;
-        const int row = lane % Shape::tile_tokens;
-        const std::byte* source = keyOf((step_ >> 1) * Shape::tile_tokens + row);
-        constexpr std::uint32_t tile_mask =
-            Shape::tile_tokens == warp_size ? all_lanes : (1U << Shape::tile_tokens) - 1;
-        const std::uint32_t present = __ballot_sync(all_lanes, source != nullptr) & tile_mask;
-        if (lane == 0) ring_.present[stage_] = present;
-        if (source != nullptr && is_value) source += params_.pool.value_offset;
-        const std::uint32_t to =
-            ring_.tiles + static_cast<std::uint32_t>(stage_ * Shape::tile_bytes);
+        const PoolView& pool = params_.pool;
+        const std::uint32_t to = stageTile();
+        const std::byte* sources[rounds];
+        std::uint64_t present = 0;
+#pragma unroll
+        for (int i = 0; i < rounds; ++i) {
+            const int token = i * warp_size + lane;
+            const bool in_tile = token < Shape::tile_tokens;
+            const Place place =
+                placeOf(in_tile ? (step_ >> 1) * Shape::tile_tokens + token : stripe_tokens);
+            sources[i] = nullptr;
+            if (place.block != no_block) {
+                sources[i] = keyRow(pool, params_.layer, place.block, leaf_.kv_head, place.within) +
+                             (is_value ? pool.value_offset : 0);
+                if (Shape::has_scales && !is_value) {
+                    const auto* const scale = reinterpret_cast<const std::uint16_t*>(
+                        keyScale(pool, params_.layer, place.block, leaf_.kv_head, place.within));
+                    const auto at = static_cast<std::uint32_t>(Shape::rows_bytes + 2 * token);
+                    storeShared(to + at, *scale);
+                    storeShared(to + at + Shape::scales_bytes, scale[pool.value_offset / 2]);
+                }
+            }
+            present |= std::uint64_t{__ballot_sync(all_lanes, sources[i] != nullptr)}
+                       << i * warp_size;
+        }
+        if (lane == 0) ring_.present[place_.stage] = present;
 #if __CUDA_ARCH__ >= 900
-        copyRuns(source, present, to, is_value);
+        if (is_value && present != 0 && present != Shape::tile_mask) clearRows(to, present);
+        __syncwarp();
+        if (lane == 0) expectBytes(stageBarrier(), __popcll(present) * Shape::row_bytes);
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < rounds; ++i)
+            copyRuns(sources[i], to + static_cast<std::uint32_t>(i * warp_size * Shape::row_bytes));
 #else
-        copyRows(source, present, to);
+#pragma unroll
+        for (int i = 0; i < rounds; ++i)
+            copyRows(sources[i], to + static_cast<std::uint32_t>(i * warp_size * Shape::row_bytes));
+        __syncwarp();
+        arriveAfterCopies(stageBarrier());
 #endif
     }
 
 #if __CUDA_ARCH__ >= 900
     // 0 x NaN is NaN, so rows of V that no copy writes must be numbers.
-    static __device__ void clearRow(std::uint32_t tile, int row) {
-        for (int chunk = 0; chunk < Shape::row_chunks; ++chunk)
-            storeZeros(tile + static_cast<std::uint32_t>(row * Shape::row_bytes + chunk * 16));
+    static __device__ void clearRows(std::uint32_t tile, std::uint64_t present) {
+        for (int row = static_cast<int>(threadIdx.x) % warp_size; row < Shape::tile_tokens;
+             row += warp_size) {
+            if ((present >> row & 1) != 0) continue;
+            for (int chunk = 0; chunk < Shape::row_chunks; ++chunk)
+                storeZeros(tile + static_cast<std::uint32_t>(row * Shape::row_bytes + chunk * 16));
+        }
         fenceBulkCopies();
     }
 
-    // A run of rows that lie behind each other is one copy, issued by the lane of its first row.
-    __device__ void copyRuns(const std::byte* source, std::uint32_t present, std::uint32_t to,
-                             bool is_value) {
+    // Up to 32 rows, one a lane, null where there is none: a run of rows that lie behind each other
+    // is one copy, issued by the lane of its first row.
+    __device__ void copyRuns(const std::byte* source, std::uint32_t to) {
         const int lane = static_cast<int>(threadIdx.x) % warp_size;
         const auto address = reinterpret_cast<unsigned long long>(source);
         const unsigned long long before = __shfl_up_sync(all_lanes, address, 1);
-        const bool here = lane < Shape::tile_tokens && source != nullptr;
+        const bool here = source != nullptr;
         const bool first = here && (lane == 0 || before + Shape::row_bytes != address);
         const std::uint32_t ends = __ballot_sync(all_lanes, first || !here);
-        if (is_value && !here && lane < Shape::tile_tokens && present != 0) clearRow(to, lane);
-        const std::uint32_t barrier = ring_.barriers + static_cast<std::uint32_t>(stage_ * 8);
-        if (lane == 0) expectBytes(barrier, __popc(present) * Shape::row_bytes);
-        __syncwarp();
         if (!first) return;
         const std::uint32_t later = lane + 1 == warp_size ? 0 : ends >> (lane + 1);
         const int rows = later == 0 ? warp_size - lane : __ffs(static_cast<int>(later));
         copyBulk(to + static_cast<std::uint32_t>(lane * Shape::row_bytes), source,
-                 rows * Shape::row_bytes, barrier, leaf_.policy);
+                 rows * Shape::row_bytes, stageBarrier(), policy_);
     }
 #else
-    __device__ void copyRows(const std::byte* source, std::uint32_t present, std::uint32_t to) {
-        if (present == 0) return;
+    // Up to 32 rows, one a lane; zeros where there is none.
+    __device__ void copyRows(const std::byte* source, std::uint32_t to) {
+        constexpr int rows = min(Shape::tile_tokens, warp_size);
         const int lane = static_cast<int>(threadIdx.x) % warp_size;
+        const std::uint32_t there = __ballot_sync(all_lanes, source != nullptr);
+        if (there == 0) return;
         // Some address that may be read, for rows of which nothing is.
         if (source == nullptr) source = params_.pool.data;
-        constexpr int copies = Shape::tile_tokens * Shape::row_chunks / warp_size;
+        constexpr int copies = rows * Shape::row_chunks / warp_size;
 #pragma unroll 4
         for (int i = 0; i < copies; ++i) {
             const int index = i * warp_size + lane;
@@ -319,24 +450,21 @@ private:
                 __shfl_sync(all_lanes, reinterpret_cast<unsigned long long>(source), row);
             copyAsync(to + static_cast<std::uint32_t>(index * 16),
                       reinterpret_cast<const std::byte*>(address) + index % Shape::row_chunks * 16,
-                      (present >> row & 1) != 0 ? 16 : 0);
+                      (there >> row & 1) != 0 ? 16 : 0);
         }
     }
 #endif
 
     const AttendParams& params_;
-    UnitDeal deal_;
-    Unit unit_;  // of next_
-    std::int64_t round_;
+    QueueWriter writer_;
+    QueueReader reader_;
     LeafSource leaf_;
-    LeafSource next_;
-    int step_ = 0;  // of leaf_: two a tile, K and V
-    int warp_;
+    std::uint64_t policy_ = 0;  // of the L2 cache
+    int step_ = 0;              // of the leaf: two a tile, K and V
+    int leaf_number_;
     bool whole_tiles_;  // each lies in one run of memory
     Ring ring_;
-    int stage_ = 0;
-    int waited_ = 0;
-    unsigned phase_ = 0;
+    RingPlace place_;
 };
 
 }  // namespace kvgrid::cuda

@@ -1,16 +1,18 @@
-// The portable attention kernel (sm_80 and newer). What it computes: kernels/ops.h; how the work is
-// cut: attend_schedule.cuh.
+// The attention kernel. What it computes: kernels/ops.h; how the work is cut: attend_schedule.cuh;
+// what a stored number becomes: attend_operands.cuh.
 //
-// A block of threads has four warps, and stays for the whole launch. Each warp computes a leaf (a
-// stripe of 256 tokens) by itself: it keeps tiles of K and V coming into its own ring of shared
-// memory (attend_fetch.cuh), also across leaves and units, so that memory never waits for
-// arithmetic. Tokens are the rows of the matrix products and query rows their 8 columns:
+// A block of threads stays for the whole launch. A warp computes a leaf (a stripe of 256 tokens)
+// for 8 query rows; four leaves come at a time. Other warps keep tiles of K and V coming into rings
+// of shared memory (attend_fetch.cuh), also across leaves and units, so that memory never waits for
+// arithmetic. Above 8 query heads a KV head two warps compute a leaf, 8 rows each. Tokens are the
+// rows of the matrix products and query rows their 8 columns:
 //   scores [tokens, rows] = K [tokens, head_dim] * Q^T,    out^T [head_dim, rows] += V^T * weights
-// with weights rounded to the format of V, and sums in fp32. Q is rounded to the format of K; for
+// with weights rounded to 16 bits, and sums in fp32. Q is rounded to the operands' format; for
 // bf16 what the rounding left out, rounded again, is a second product: the errors of a query's 8
-// bits would add to every score, and take outputs beyond their bound. Within a leaf tiles come in
-// order with a running maximum (Milakov and Gimelshein, arXiv 1805.02867). Four sibling
-// leaves fold in shared memory; their unit's tree folds in registers.
+// bits would add to every score, and take outputs beyond their bound. Where K and V have scales,
+// K's is multiplied into the score and V's into the weight. Within a leaf tiles come in order with
+// a running maximum (Milakov and Gimelshein, arXiv 1805.02867). Four sibling leaves fold in shared
+// memory; their unit's tree folds in registers.
 //
 // A column is computed as if it were alone: no choice depends on the other rows of the tile, and a
 // token that a row does not see has the weight 0 there. Where no row sees a token its K is masked
@@ -22,47 +24,60 @@
 
 #include "kernels/cuda/attend_fetch.cuh"
 #include "kernels/cuda/attend_launch.h"
+#include "kernels/cuda/attend_operands.cuh"
 
 namespace kvgrid::cuda {
 
-inline constexpr int attend_threads = attend_warps * warp_size;
-
-// A warp's state of one leaf. A thread has rows 2 * (lane % 4) and + 1 of the tile, in that order
-// in its arrays, and of those states the elements 16 i + lane / 4 (sums[i][0], [1]) and + 8 ([2],
-// [3]).
-template <NumberFormat format, int head_dim>
+// A warp's state of one leaf. A thread has the rows 2 * (lane % 4) and + 1 of the product, in that
+// order in its arrays, and of those states the elements Operand::outputOf(lane / 4, half) of each
+// step's 16: sums[i][0] and [1] of half 0, [2] and [3] of half 1.
+template <NumberFormat format, int head_dim, int row_tiles>
 class Leaf {
-    using Shape = AttendShape<head_dim>;
-    using Product = Products<format>;
+    using Shape = AttendShape<format, head_dim, row_tiles>;
+    using Numbers = Operand<format>;
+    using Product = typename Numbers::Product;
     static constexpr int token_steps = Shape::tile_tokens / 16;
+    static constexpr int chunk_pairs = Shape::row_chunks / 2;
+    static constexpr bool has_odd_chunk = Shape::row_chunks % 2 != 0;
     static constexpr float log2_e = 1.44269504F;
     static constexpr float ln_2 = 0.693147181F;
-    static constexpr std::uint32_t tile_mask =
-        Shape::tile_tokens == warp_size ? all_lanes : (1U << Shape::tile_tokens) - 1;
 
 public:
-    // rows of the tile beyond `rows` are zeros.
-    __device__ void loadQueries(const AttendParams& params, const Unit& unit) {
+    // Which tokens of a stripe a row sees: those beyond `above`, up to `last`.
+    struct Seen {
+        int above;
+        int last;
+    };
+
+    // rests: in shared memory, where the rests of these rows' queries lie, [steps][32] of 8 bytes.
+    // Rows of the tile beyond unit.rows are zeros. Writes the rests when `writes_rests`.
+    __device__ Leaf(const AttendParams& params, const Unit& unit, int first_row, uint2* rests,
+                    bool writes_rests)
+        : rests_(rests) {
         const int lane = static_cast<int>(threadIdx.x) % warp_size;
         const int group = params.query_heads / params.kv_heads;
-        const bool exists = lane / 4 < unit.rows;
-        const Unit::Query query = unit.query(exists ? lane / 4 : 0, group);
+        const int row = first_row + lane / 4;
+        const bool exists = row < unit.rows;
+        const Unit::Query query = unit.query(exists ? row : 0, group);
         const float* const q =
             params.q +
-            ((query.row * params.query_heads + unit.kv_head * group + query.head) * head_dim) +
-            lane % 4 * 2;
+            (query.row * params.query_heads + unit.kv_head * group + query.head) * head_dim;
 #pragma unroll
-        for (int i = 0; i < Shape::steps; ++i)
+        for (int i = 0; i < Shape::steps; ++i) {
+            std::uint32_t rest[2];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float2 pair = make_float2(0.0F, 0.0F);
-                if (exists) pair = *reinterpret_cast<const float2*>(q + 16 * i + 8 * half);
+                if (exists)
+                    pair = *reinterpret_cast<const float2*>(q + 16 * i +
+                                                            Numbers::elementOf(lane % 4, half));
                 queries_[i][half] = Product::pack(pair.x, pair.y);
-                if constexpr (Product::splits_queries) {
-                    const float2 rounded = Product::unpack(queries_[i][half]);
-                    query_rests_[i][half] = Product::pack(pair.x - rounded.x, pair.y - rounded.y);
-                }
+                const float2 rounded = Product::unpack(queries_[i][half]);
+                rest[half] = Product::pack(pair.x - rounded.x, pair.y - rounded.y);
             }
+            if (Shape::splits_queries && writes_rests)
+                rests_[i * warp_size + lane] = make_uint2(rest[0], rest[1]);
+        }
     }
 
     __device__ void clear() {
@@ -79,72 +94,44 @@ public:
         }
     }
 
-    // K of a tile whose first token is `first` of the leaf; rows see tokens up to limits[e].
-    __device__ void addScores(std::uint32_t tile, std::uint32_t present, int first, float scale,
-                              const int (&limits)[2]) {
+    // K of a tile whose first token is `first` of the leaf.
+    __device__ void addScores(const AttendParams& params, std::uint32_t tile, std::uint64_t present,
+                              int first, const Seen (&seen)[2]) {
         float scores[token_steps][4];
         multiplyKeys(tile, scores);
+        if constexpr (Shape::has_scales) multiplyScales(tile, scores);
 
         // Times log2(e), for powers of two.
-        const float factor = scale * log2_e;
-        float top[2] = {empty_lse, empty_lse};
-        const bool all_visible = present == tile_mask &&
-                                 first + Shape::tile_tokens - 1 <= limits[0] &&
-                                 first + Shape::tile_tokens - 1 <= limits[1];
-        if (__builtin_expect(__all_sync(all_lanes, all_visible) != 0, 1)) {
+        const float factor = params.scale * log2_e;
+        if (__builtin_expect(params.softcap != 0.0F, 0))
+            cap(params.scale, params.softcap, scores);
+        else
 #pragma unroll
             for (int t = 0; t < token_steps; ++t)
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
                     scores[t][i] *= factor;
-        } else {
+        bool all_seen = present == Shape::tile_mask;
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+            all_seen =
+                all_seen && first > seen[e].above && first + Shape::tile_tokens - 1 <= seen[e].last;
+        if (__builtin_expect(__all_sync(all_lanes, all_seen) == 0, 0)) {
             const int lane = static_cast<int>(threadIdx.x) % warp_size;
 #pragma unroll
             for (int t = 0; t < token_steps; ++t)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const int token = 16 * t + 8 * (i / 2) + lane / 4;
-                    const bool visible =
-                        (present >> token & 1) != 0 && first + token <= limits[i % 2];
-                    scores[t][i] = visible ? scores[t][i] * factor : empty_lse;
+                    const bool visible = (present >> token & 1) != 0 &&
+                                         first + token > seen[i % 2].above &&
+                                         first + token <= seen[i % 2].last;
+                    if (!visible) scores[t][i] = empty_lse;
                 }
         }
-#pragma unroll
-        for (int t = 0; t < token_steps; ++t)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                top[i % 2] = fmaxf(top[i % 2], scores[t][i]);
-        float factors[2];
         float base[2];
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-#pragma unroll
-            for (int distance = 4; distance < warp_size; distance *= 2)
-                top[e] = fmaxf(top[e], __shfl_xor_sync(all_lanes, top[e], distance));
-            top[e] = fmaxf(top[e], top_[e]);
-            // Without any score yet: -inf minus itself would be NaN.
-            base[e] = top[e] == empty_lse ? 0.0F : top[e];
-            factors[e] = powerOfTwo(top_[e] - base[e]);
-            top_[e] = top[e];
-        }
-        rescale(factors);
-#pragma unroll
-        for (int t = 0; t < token_steps; ++t)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float weights[2];
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    weights[e] = powerOfTwo(scores[t][2 * half + e] - base[e]);
-                    weight_[e] += weights[e];
-                }
-                const std::uint32_t pair = Product::pack(weights[0] * Product::weight_scale,
-                                                         weights[1] * Product::weight_scale);
-                const float2 rounded = Product::unpack(pair);
-                rounded_weight_[0] += rounded.x;
-                rounded_weight_[1] += rounded.y;
-                weights_[t][half] = transposed(pair);
-            }
+        raiseTop(scores, base);
+        weigh(tile, present, scores, base);
     }
 
     // V of the tile whose K came last.
@@ -154,18 +141,31 @@ public:
         for (int t = 0; t < token_steps; ++t) {
             const int row = 16 * t + lane % 8 + lane / 16 * 8;
 #pragma unroll
-            for (int i = 0; i < Shape::steps; ++i) {
+            for (int pair = 0; pair < chunk_pairs; ++pair) {
                 std::uint32_t values[4];
-                const int chunk = 2 * i + (lane / 8 & 1);
-                loadTransposed(values,
-                               tile + static_cast<std::uint32_t>(storedChunkAt(row, chunk) * 16));
-                Product::multiply(sums_[i], values, weights_[t][0], weights_[t][1]);
+                loadTransposed(values, tile + storedAt(row, 2 * pair + (lane / 8 & 1)));
+                if constexpr (Numbers::is_narrow) {
+                    std::uint32_t operand[4];
+                    Numbers::values(operand, values[0], values[2]);
+                    Product::multiply(sums_[2 * pair], operand, weights_[t][0], weights_[t][1]);
+                    Numbers::values(operand, values[1], values[3]);
+                    Product::multiply(sums_[2 * pair + 1], operand, weights_[t][0], weights_[t][1]);
+                } else {
+                    Product::multiply(sums_[pair], values, weights_[t][0], weights_[t][1]);
+                }
+            }
+            if constexpr (Numbers::is_narrow && has_odd_chunk) {
+                std::uint32_t values[2];
+                loadTransposed(values, tile + storedAt(16 * t + lane % 16, Shape::row_chunks - 1));
+                std::uint32_t operand[4];
+                Numbers::values(operand, values[0], values[1]);
+                Product::multiply(sums_[Shape::steps - 1], operand, weights_[t][0], weights_[t][1]);
             }
         }
     }
 
-    // Writes the state: out to out[row * Shape::exchange_stride ...], lse to lse[row].
-    __device__ void store(float* out, float* lse) {
+    // The leaf is over: its states, of which lse goes to lse[row].
+    __device__ void finish(float* lse) {
         const int lane = static_cast<int>(threadIdx.x) % warp_size;
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
@@ -176,57 +176,143 @@ public:
             }
             const int row = lane % 4 * 2 + e;
             const bool empty = weight_[e] == 0.0F;
-            const float factor = empty ? 0.0F : __fdiv_rn(1.0F, rounded_weight_[e]);
-            float* const to = out + row * Shape::exchange_stride + lane / 4;
-#pragma unroll
-            for (int i = 0; i < Shape::steps; ++i) {
-                to[16 * i] = sums_[i][e] * factor;
-                to[16 * i + 8] = sums_[i][2 + e] * factor;
-            }
+            const float divisor =
+                Shape::has_scales ? weight_[e] * Numbers::weight_scale : rounded_weight_[e];
+            normaliser_[e] = empty ? 0.0F : __fdiv_rn(1.0F, divisor);
             if (lane < 4) lse[row] = empty ? empty_lse : top_[e] * ln_2 + logf(weight_[e]);
         }
     }
 
-private:
-    // In 16-byte chunks of a tile, whose rows lie as in the pool: its first position is a multiple
-    // of 8.
-    static __device__ __forceinline__ int storedChunkAt(int row, int chunk) {
-        return row * Shape::row_chunks + storedChunk(row, chunk, Shape::row_chunks);
+    // What out is of the steps from `first` on, to out[row * Shape::exchange_stride ...].
+    __device__ void store(int first, float* out) const {
+        const int lane = static_cast<int>(threadIdx.x) % warp_size;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            float* const to = out + (lane % 4 * 2 + e) * Shape::exchange_stride;
+#pragma unroll
+            for (int i = 0; i < Shape::exchange_steps; ++i)
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    if (first + i < Shape::steps)
+                        to[16 * i + Numbers::outputOf(lane / 4, half)] =
+                            sums_[first + i][2 * half + e] * normaliser_[e];
+        }
     }
 
-    // Two sums a score, so that products wait less for each other.
+private:
+    // Where a chunk of a tile's row lies, in bytes. Rows lie as in the pool: the tile's first
+    // position is a multiple of 8.
+    static __device__ __forceinline__ std::uint32_t storedAt(int row, int chunk) {
+        return static_cast<std::uint32_t>(
+            (row * Shape::row_chunks + storedChunk(row, chunk, Shape::row_chunks)) * 16);
+    }
+
+    // With few tokens two sums a score, so that products wait less for each other.
     __device__ void multiplyKeys(std::uint32_t tile, float (&scores)[token_steps][4]) {
+        constexpr bool is_short = token_steps < 4;
         const int lane = static_cast<int>(threadIdx.x) % warp_size;
-        float odd[token_steps][4];
+        float odd[is_short ? token_steps : 1][4];
 #pragma unroll
         for (int t = 0; t < token_steps; ++t)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 scores[t][i] = 0.0F;
-                odd[t][i] = 0.0F;
+                if constexpr (is_short) odd[t][i] = 0.0F;
             }
+        const auto multiply = [&](int t, int step, const std::uint32_t(&keys)[4],
+                                  const uint2& rest) {
+            float(&own)[4] = is_short && step % 2 != 0 ? odd[is_short ? t : 0] : scores[t];
+            float(&other)[4] = is_short && step % 2 == 0 ? odd[is_short ? t : 0] : scores[t];
+            Product::multiply(own, keys, queries_[step][0], queries_[step][1]);
+            if constexpr (Shape::splits_queries) Product::multiply(other, keys, rest.x, rest.y);
+        };
 #pragma unroll
-        for (int i = 0; i < Shape::steps; ++i)
+        for (int pair = 0; pair < chunk_pairs; ++pair) {
+            uint2 rest{};
+            if constexpr (Shape::splits_queries) rest = rests_[pair * warp_size + lane];
 #pragma unroll
             for (int t = 0; t < token_steps; ++t) {
-                const int row = 16 * t + lane % 16;
                 std::uint32_t keys[4];
-                loadMatrices(keys, tile + static_cast<std::uint32_t>(
-                                              storedChunkAt(row, 2 * i + lane / 16) * 16));
-                Product::multiply(i % 2 == 0 ? scores[t] : odd[t], keys, queries_[i][0],
-                                  queries_[i][1]);
-                if constexpr (Product::splits_queries)
-                    Product::multiply(i % 2 == 0 ? odd[t] : scores[t], keys, query_rests_[i][0],
-                                      query_rests_[i][1]);
+                loadMatrices(keys, tile + storedAt(16 * t + lane % 16, 2 * pair + lane / 16));
+                if constexpr (Numbers::is_narrow) {
+                    std::uint32_t operand[4];
+                    Numbers::keys(operand, keys[0], keys[1]);
+                    multiply(t, 2 * pair, operand, rest);
+                    Numbers::keys(operand, keys[2], keys[3]);
+                    multiply(t, 2 * pair + 1, operand, rest);
+                } else {
+                    multiply(t, pair, keys, rest);
+                }
             }
+        }
+        if constexpr (Numbers::is_narrow && has_odd_chunk) {
+#pragma unroll
+            for (int t = 0; t < token_steps; ++t) {
+                std::uint32_t keys[2];
+                loadMatrices(keys, tile + storedAt(16 * t + lane % 16, Shape::row_chunks - 1));
+                std::uint32_t operand[4];
+                Numbers::keys(operand, keys[0], keys[1]);
+                multiply(t, Shape::steps - 1, operand, uint2{});
+            }
+        }
+        if constexpr (is_short) {
+#pragma unroll
+            for (int t = 0; t < token_steps; ++t)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    scores[t][i] += odd[t][i];
+        }
+    }
+
+    // The scale of K of the tile's token `token`, or, `of_values`, of V.
+    static __device__ __forceinline__ float scaleOfToken(std::uint32_t tile, int token,
+                                                         bool of_values) {
+        const int at = Shape::rows_bytes + (of_values ? Shape::scales_bytes : 0) + 2 * token;
+        return __half2float(__ushort_as_half(loadShared16(tile + static_cast<std::uint32_t>(at))));
+    }
+
+    __device__ void multiplyScales(std::uint32_t tile, float (&scores)[token_steps][4]) {
+        const int lane = static_cast<int>(threadIdx.x) % warp_size;
 #pragma unroll
         for (int t = 0; t < token_steps; ++t)
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                scores[t][i] += odd[t][i];
+            for (int half = 0; half < 2; ++half) {
+                const float scale = scaleOfToken(tile, 16 * t + 8 * half + lane / 4, false);
+                scores[t][2 * half] *= scale;
+                scores[t][2 * half + 1] *= scale;
+            }
     }
 
-    __device__ void rescale(const float (&factors)[2]) {
+    // scores = softcap * tanh(scale * scores / softcap), times log2(e). tanh x = 1 - 2 / (e^2x +
+    // 1).
+    static __device__ void cap(float scale, float softcap, float (&scores)[token_steps][4]) {
+        const float factor = scale / softcap * (2.0F * log2_e);
+        const float size = softcap * log2_e;
+#pragma unroll
+        for (int t = 0; t < token_steps; ++t)
+#pragma unroll
+            for (float& score : scores[t])
+                score = size - __fdividef(2.0F * size, powerOfTwo(score * factor) + 1.0F);
+    }
+
+    // The running maximum with these scores; `base` is what scores are counted from.
+    __device__ void raiseTop(const float (&scores)[token_steps][4], float (&base)[2]) {
+        float factors[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            float top = empty_lse;
+#pragma unroll
+            for (int t = 0; t < token_steps; ++t)
+                top = fmaxf(top, fmaxf(scores[t][e], scores[t][2 + e]));
+#pragma unroll
+            for (int distance = 4; distance < warp_size; distance *= 2)
+                top = fmaxf(top, __shfl_xor_sync(all_lanes, top, distance));
+            top = fmaxf(top, top_[e]);
+            // Without any score yet: -inf minus itself would be NaN.
+            base[e] = top == empty_lse ? 0.0F : top;
+            factors[e] = powerOfTwo(top_[e] - base[e]);
+            top_[e] = top;
+        }
         // Multiplying by 1 changes nothing, and seldom is it anything else.
         if (__builtin_expect(__any_sync(all_lanes, factors[0] != 1.0F || factors[1] != 1.0F) == 0,
                              1))
@@ -243,13 +329,44 @@ private:
         }
     }
 
+    // Weights of the scores, and what the products want of them.
+    __device__ void weigh(std::uint32_t tile, std::uint64_t present,
+                          const float (&scores)[token_steps][4], const float (&base)[2]) {
+        const int lane = static_cast<int>(threadIdx.x) % warp_size;
+#pragma unroll
+        for (int t = 0; t < token_steps; ++t)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float factor = Numbers::weight_scale;
+                if constexpr (Shape::has_scales) {
+                    const int token = 16 * t + 8 * half + lane / 4;
+                    // The scale of a token that is not there may be anything.
+                    factor *= (present >> token & 1) != 0 ? scaleOfToken(tile, token, true) : 0.0F;
+                }
+                float weights[2];
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    weights[e] = powerOfTwo(scores[t][2 * half + e] - base[e]);
+                    weight_[e] += weights[e];
+                }
+                const std::uint32_t pair = Product::pack(weights[0] * factor, weights[1] * factor);
+                if constexpr (!Shape::has_scales) {
+                    const float2 rounded = Product::unpack(pair);
+                    rounded_weight_[0] += rounded.x;
+                    rounded_weight_[1] += rounded.y;
+                }
+                weights_[t][half] = transposed(pair);
+            }
+    }
+
+    uint2* rests_;
     std::uint32_t queries_[Shape::steps][2];
-    std::uint32_t query_rests_[Product::splits_queries ? Shape::steps : 1][2];
     std::uint32_t weights_[token_steps][2];
     float sums_[Shape::steps][4];
     float top_[2];             // of the scores times log2(e)
     float weight_[2];          // this thread's share of the sum of weights
     float rounded_weight_[2];  // the same of what the products see, times weight_scale
+    float normaliser_[2];      // of the sums
 };
 
 // One row's part of a state that a thread folds: 16 threads a row, element 16 i + lane of 16 each.
@@ -275,10 +392,8 @@ struct RowPart {
 };
 
 // The fold of a unit's rounds: a round's state comes in, and waits until its sibling is there.
-template <int head_dim>
+template <int head_dim, int register_levels>
 class UnitFold {
-    static constexpr int register_levels = AttendShape<head_dim>::register_levels;
-
 public:
     // After round 2^k - 1 of 2^k, `state` is the state of all of them.
     __device__ __forceinline__ void add(std::int64_t round, RowPart<head_dim>& state) {
@@ -305,30 +420,42 @@ private:
     RowPart<head_dim> deep_[most_round_bits + 1 - register_levels];
 };
 
-// Merges the states of four sibling leaves.
-template <int head_dim>
-__device__ __forceinline__ void foldRound(const float* exchange, const float* exchange_lse,
-                                          RowPart<head_dim>& state) {
-    using Shape = AttendShape<head_dim>;
+// Of the merges of four sibling leaves, for the thread's row.
+struct RoundWeights {
+    MergeWeights low;   // leaves 0 and 1
+    MergeWeights high;  // leaves 2 and 3
+    MergeWeights all;
+
+    // lse: [leaf][tile_rows]
+    __device__ __forceinline__ void read(const float* lse, int tile_rows) {
+        const int row = static_cast<int>(threadIdx.x) / 16;
+        low = mergeWeights(lse[row], lse[tile_rows + row]);
+        high = mergeWeights(lse[2 * tile_rows + row], lse[3 * tile_rows + row]);
+        all = mergeWeights(low.lse, high.lse);
+    }
+};
+
+// Merges the states of four sibling leaves: the elements of the steps from `first` on.
+template <typename Shape, int head_dim>
+__device__ __forceinline__ void foldRound(const float* exchange, const RoundWeights& weights,
+                                          int first, RowPart<head_dim>& state) {
+    constexpr int leaf = Shape::tile_rows * Shape::exchange_stride;
     const int row = static_cast<int>(threadIdx.x) / 16;
     const int element = static_cast<int>(threadIdx.x) % 16;
-    const MergeWeights low = mergeWeights(exchange_lse[row], exchange_lse[tile_rows + row]);
-    const MergeWeights high =
-        mergeWeights(exchange_lse[2 * tile_rows + row], exchange_lse[3 * tile_rows + row]);
-    const MergeWeights both = mergeWeights(low.lse, high.lse);
-    constexpr int leaf = tile_rows * Shape::exchange_stride;
     const float* const from = exchange + row * Shape::exchange_stride + element;
 #pragma unroll
-    for (int i = 0; i < head_dim / 16; ++i)
-        state.out[i] = mergeOut(both, mergeOut(low, from[16 * i], from[leaf + 16 * i]),
-                                mergeOut(high, from[2 * leaf + 16 * i], from[3 * leaf + 16 * i]));
-    state.lse = both.lse;
+    for (int i = 0; i < Shape::exchange_steps; ++i)
+        if (first + i < Shape::steps)
+            state.out[first + i] =
+                mergeOut(weights.all, mergeOut(weights.low, from[16 * i], from[leaf + 16 * i]),
+                         mergeOut(weights.high, from[2 * leaf + 16 * i], from[3 * leaf + 16 * i]));
 }
 
 // To the output when the unit is its tree, else to its slot of the workspace.
 template <int head_dim>
-__device__ __forceinline__ void storeUnit(const AttendParams& params, const Unit& unit,
+__device__ __forceinline__ void storeUnit(const AttendLaunch& launch, const Unit& unit,
                                           const RowPart<head_dim>& state) {
+    const AttendParams& params = launch.params;
     const int row = static_cast<int>(threadIdx.x) / 16;
     const int element = static_cast<int>(threadIdx.x) % 16;
     float* out;
@@ -341,10 +468,10 @@ __device__ __forceinline__ void storeUnit(const AttendParams& params, const Unit
         out = params.out + to * head_dim;
         lse = params.lse + to;
     } else {
-        float* const slot =
-            static_cast<float*>(params.workspace) + unit.workspace_slot * slotNumbers(head_dim);
+        float* const slot = static_cast<float*>(params.workspace) +
+                            unit.workspace_slot * slotNumbers(launch.tile_rows, head_dim);
         out = slot + row * head_dim;
-        lse = slot + tile_rows * head_dim + row;
+        lse = slot + launch.tile_rows * head_dim + row;
     }
     const bool empty = state.lse == empty_lse;
 #pragma unroll
@@ -353,113 +480,218 @@ __device__ __forceinline__ void storeUnit(const AttendParams& params, const Unit
     if (element == 0) *lse = state.lse;
 }
 
-template <NumberFormat format, int head_dim>
-__global__ void __launch_bounds__(attend_threads, AttendShape<head_dim>::blocks_per_multiprocessor)
-    attend_kernel(const __grid_constant__ AttendLaunch launch) {
-    using Shape = AttendShape<head_dim>;
-    static_assert(head_dim % 16 == 0);
-    extern __shared__ __align__(128) std::byte shared[];
+// What a block of threads shares.
+template <typename Shape>
+struct SharedParts {
+    std::byte* tiles;  // [4 rings][stages]
+    float* exchange;   // [4 leaves][tile_rows][exchange_stride]
+    float* exchange_lse;
+    uint2* rests;             // [row_tiles][steps][32]
+    Unit* queue;              // [queue_slots]
+    std::uint64_t* barriers;  // of the queue [2][queue_slots]: filled, read; then
+                              // [4 rings][3][stages]: filled, consumed, present
+    int stages;
+
+    __device__ SharedParts(std::byte* shared, int ring_stages)
+        : tiles(shared),
+          stages(ring_stages) {
+        exchange = reinterpret_cast<float*>(tiles + attend_warps * stages * Shape::tile_bytes);
+        exchange_lse = exchange + attend_warps * Shape::tile_rows * Shape::exchange_stride;
+        rests = reinterpret_cast<uint2*>(exchange + Shape::exchange_numbers);
+        queue = reinterpret_cast<Unit*>(reinterpret_cast<std::byte*>(rests) + Shape::rests_bytes);
+        barriers = reinterpret_cast<std::uint64_t*>(queue + queue_slots);
+    }
+
+    [[nodiscard]] __device__ UnitQueue unitQueue() const {
+        return {queue, sharedAddress(barriers), sharedAddress(barriers + queue_slots)};
+    }
+    [[nodiscard]] __device__ Ring ring(int leaf) const {
+        std::uint64_t* const mine = barriers + 2 * queue_slots + leaf * 3 * stages;
+        return {sharedAddress(tiles + leaf * stages * Shape::tile_bytes), sharedAddress(mine),
+                sharedAddress(mine + stages), mine + 2 * stages, stages};
+    }
+};
+
+// Takes a leaf's tiles from the ring: K of a tile, then its V.
+template <typename Shape, typename LeafState>
+__device__ __forceinline__ void attendLeaf(LeafState& leaf, const Ring& ring, RingPlace& place,
+                                           const AttendParams& params,
+                                           const typename LeafState::Seen (&seen)[2]) {
+    leaf.clear();
+#pragma unroll 1
+    for (int first = 0; first < stripe_tokens; first += Shape::tile_tokens) {
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+            waitBarrier(ring.filled + static_cast<std::uint32_t>(place.stage * 8), place.phase);
+            __syncwarp();
+            const std::uint32_t tile =
+                ring.tiles + static_cast<std::uint32_t>(place.stage * Shape::tile_bytes);
+            const std::uint64_t present = ring.present[place.stage];
+            if (present != 0) {
+                if (part == 0)
+                    leaf.addScores(params, tile, present, first, seen);
+                else
+                    leaf.addValues(tile);
+            }
+            __syncwarp();
+            if (static_cast<int>(threadIdx.x) % warp_size == 0)
+                arrive(ring.consumed + static_cast<std::uint32_t>(place.stage * 8));
+            place.advance(ring.stages);
+        }
+    }
+}
+
+// Folds the states of four leaves, of which this warp has rows of leaf `leaf_number`, or no leaf.
+template <typename Shape, typename LeafState, int head_dim>
+__device__ __forceinline__ void foldLeaves(LeafState& leaf, bool has_leaf, int leaf_number,
+                                           int first_row, const SharedParts<Shape>& shared,
+                                           RowPart<head_dim>& state) {
+    const int first_state = leaf_number * Shape::tile_rows + first_row;
+    RoundWeights weights;
+#pragma unroll
+    for (int first = 0; first < Shape::steps; first += Shape::exchange_steps) {
+        syncThreads(Shape::computing_threads);  // what was written last has been read
+        if (first == 0) {
+            const int lane = static_cast<int>(threadIdx.x) % warp_size;
+            if (has_leaf)
+                leaf.finish(shared.exchange_lse + first_state);
+            else if (lane < product_rows)
+                shared.exchange_lse[first_state + lane] = empty_lse;
+        }
+        if (has_leaf) leaf.store(first, shared.exchange + first_state * Shape::exchange_stride);
+        syncThreads(Shape::computing_threads);
+        if (first == 0) weights.read(shared.exchange_lse, Shape::tile_rows);
+        foldRound<Shape>(shared.exchange, weights, first, state);
+    }
+    state.lse = weights.all.lse;
+}
+
+// What the warps that compute do: of leaf `leaf_number` of each round the query rows from first_row
+// on.
+template <NumberFormat format, int head_dim, int row_tiles>
+__device__ __forceinline__ void computeUnits(
+    const AttendLaunch& launch, const SharedParts<AttendShape<format, head_dim, row_tiles>>& shared,
+    int leaf_number, int first_row) {
+    using Shape = AttendShape<format, head_dim, row_tiles>;
+    using LeafState = Leaf<format, head_dim, row_tiles>;
     const AttendParams& params = launch.params;
-    const int warp = static_cast<int>(threadIdx.x) / warp_size;
     const int lane = static_cast<int>(threadIdx.x) % warp_size;
-    // The tiles of all warps, then what is exchanged, then barriers and presence.
-    const int ring_bytes = launch.stages * Shape::tile_bytes;
-    auto* const exchange = reinterpret_cast<float*>(shared + attend_warps * ring_bytes);
-    float* const exchange_lse = exchange + attend_warps * tile_rows * Shape::exchange_stride;
-    auto* const barriers = reinterpret_cast<std::uint64_t*>(exchange + Shape::exchange_numbers);
-    auto* const present = reinterpret_cast<std::uint32_t*>(barriers + attend_warps * launch.stages);
-    const Ring ring{sharedAddress(shared + warp * ring_bytes),
-                    sharedAddress(barriers + warp * launch.stages), present + warp * launch.stages,
-                    launch.stages};
-#if __CUDA_ARCH__ >= 900
-    static_assert(most_stages <= warp_size);
-    if (lane < ring.stages) initBarrier(ring.barriers + static_cast<std::uint32_t>(lane * 8));
-    fenceBarriers();
-    __syncwarp();
-#endif
-
-    // Only the fold of this launch reads what it writes, and that waits for all of it.
-    letNextLaunchStart();
-    TileFetcher<head_dim> fetcher(launch, warp, ring);
-    fetcher.fillRing();
-    // q, and the outputs and workspace that may still be read.
-    waitForLaunchBefore();
-
     const int group = params.query_heads / params.kv_heads;
-    UnitDeal deal(launch.plan);
-    Unit unit;
-    while (deal.next(unit)) {
-        Leaf<format, head_dim> leaf;
-        leaf.loadQueries(params, unit);
-        // Of the thread's rows. One that does not exist sees everything, of which nothing is kept:
-        // it must not make the others look at single tokens.
+    const Ring ring = shared.ring(leaf_number);
+    RingPlace place;
+    QueueReader units(shared.unitQueue());
+    while (const Unit* const next = units.next()) {
+        const Unit& unit = *next;
+        // The last unit's products are over: they come before the last barrier.
+        LeafState leaf(params, unit, first_row,
+                       shared.rests + first_row / product_rows * Shape::steps * warp_size,
+                       leaf_number == 0);
+        if constexpr (Shape::splits_queries) syncThreads(Shape::computing_threads);
+        // Of the thread's rows. One that does not exist sees all that there is, of which nothing is
+        // kept: it must not make the others look at single tokens.
+        std::int64_t first_seen[2];
         std::int64_t positions[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-            const int row = lane % 4 * 2 + e;
-            positions[e] = row < unit.rows ? unit.query(row, group).position : unit.last_position;
+            const int row = first_row + lane % 4 * 2 + e;
+            const bool exists = row < unit.rows;
+            positions[e] = exists ? unit.query(row, group).position : unit.last_position;
+            first_seen[e] = exists ? firstSeen(positions[e], params.window) : unit.first_seen;
         }
-        UnitFold<head_dim> fold;
+        UnitFold<head_dim, Shape::register_levels> fold;
         RowPart<head_dim> state;
         for (std::int64_t round = 0; round >> unit.round_bits == 0; ++round) {
             const std::int64_t path = (unit.first_round + round) * attend_warps;
-            // The first of four siblings is the lowest stripe: without it there is none.
-            if (unit.stripeAt(path, params.context_ranks) >= unit.stripes()) {
-                state.makeEmpty();
-            } else {
-                const std::int64_t stripe = unit.stripeAt(path + warp, params.context_ranks);
-                const bool has_leaf = stripe < unit.stripes();
+            if (unit.hasRound(path, params.context_ranks)) {
+                const std::int64_t stripe = unit.stripeAt(path + leaf_number, params.context_ranks);
+                const bool has_leaf = unit.sees(stripe);
                 if (has_leaf) {
-                    // How far the thread's rows see into the stripe.
-                    int limits[2];
+                    const std::int64_t begin = stripe * stripe_tokens;
+                    typename LeafState::Seen seen[2];
 #pragma unroll
-                    for (int e = 0; e < 2; ++e)
-                        limits[e] = static_cast<int>(
-                            max(std::int64_t{-1}, min(positions[e] - stripe * stripe_tokens,
-                                                      std::int64_t{stripe_tokens})));
-                    leaf.clear();
-                    // K of a tile, then its V. One place fetches: the loop must stay in the
-                    // instruction cache.
-#pragma unroll 1
-                    for (int step = 0; step < 2 * Shape::tiles; ++step) {
-                        std::uint32_t tile;
-                        const std::uint32_t there = fetcher.take(tile);
-                        if (there == 0) continue;
-                        if (step % 2 == 0)
-                            leaf.addScores(tile, there, step / 2 * Shape::tile_tokens, params.scale,
-                                           limits);
-                        else
-                            leaf.addValues(tile);
+                    for (int e = 0; e < 2; ++e) {
+                        const std::int64_t last =
+                            min(positions[e] - begin, std::int64_t{stripe_tokens});
+                        seen[e].above =
+                            static_cast<int>(max(first_seen[e] - begin - 1, std::int64_t{-1}));
+                        seen[e].last = static_cast<int>(max(last, std::int64_t{-1}));
                     }
+                    attendLeaf<Shape>(leaf, ring, place, params, seen);
                 }
-                __syncthreads();  // the last round's states have been read
-                if (has_leaf)
-                    leaf.store(exchange + warp * tile_rows * Shape::exchange_stride,
-                               exchange_lse + warp * tile_rows);
-                else if (lane < tile_rows)
-                    exchange_lse[warp * tile_rows + lane] = empty_lse;
-                __syncthreads();
-                foldRound<head_dim>(exchange, exchange_lse, state);
+                foldLeaves(leaf, has_leaf, leaf_number, first_row, shared, state);
+            } else {
+                state.makeEmpty();
             }
             fold.add(round, state);
         }
-        storeUnit<head_dim>(params, unit, state);
+        storeUnit<head_dim>(launch, unit, state);
+        units.release();
     }
-#if __CUDA_ARCH__ < 900
-    waitCopies<0>();
-#endif
 }
 
-template <NumberFormat format, int head_dim>
+template <NumberFormat format, int head_dim, int row_tiles>
+#if __CUDA_ARCH__ >= 900
+__global__ void __launch_bounds__(
+    AttendShape<format, head_dim, row_tiles>::threads,
+    AttendShape<format, head_dim, row_tiles>::blocks_per_multiprocessor)
+#else
+__global__ void __launch_bounds__(AttendShape<format, head_dim, row_tiles>::threads)
+#endif
+    attend_kernel(const __grid_constant__ AttendLaunch launch) {
+    using Shape = AttendShape<format, head_dim, row_tiles>;
+    static_assert(head_dim % 16 == 0 && most_stages <= warp_size);
+    extern __shared__ __align__(128) std::byte memory[];
+    const SharedParts<Shape> shared(memory, launch.stages);
+    const int warp = static_cast<int>(threadIdx.x) / warp_size;
+    const int lane = static_cast<int>(threadIdx.x) % warp_size;
+    const int leaf_number = warp % attend_warps;
+    if (warp < attend_warps && lane < launch.stages) {
+        const Ring ring = shared.ring(leaf_number);
+        initBarrier(ring.filled + static_cast<std::uint32_t>(lane * 8), filling_threads);
+        initBarrier(ring.consumed + static_cast<std::uint32_t>(lane * 8), row_tiles);
+    }
+    if (warp == 0 && lane < queue_slots) {
+        const UnitQueue queue = shared.unitQueue();
+        initBarrier(queue.filled + static_cast<std::uint32_t>(lane * 8), 1);
+        initBarrier(queue.read + static_cast<std::uint32_t>(lane * 8), Shape::threads / warp_size);
+    }
+#if __CUDA_ARCH__ >= 900
+    fenceBarriers();
+#endif
+    __syncthreads();
+
+    // Only the fold of this launch reads what it writes, and that waits for all of it.
+    letNextLaunchStart();
+    if (static_cast<int>(threadIdx.x) < Shape::computing_threads) {
+        takeRegisters<Shape::computing_registers>();
+        // q, and the outputs and workspace that may still be read.
+        waitForLaunchBefore();
+        computeUnits<format, head_dim, row_tiles>(launch, shared, leaf_number,
+                                                  warp / attend_warps * product_rows);
+    } else {
+        giveRegisters<Shape::fetching_registers>();
+        TileFetcher<Shape>(launch, leaf_number, shared.ring(leaf_number), shared.unitQueue()).run();
+    }
+}
+
+template <NumberFormat format, int head_dim, int row_tiles>
 AttendKernel attendKernel() {
-    return {head_dim, AttendShape<head_dim>::blocks_per_multiprocessor,
-            attend_kernel<format, head_dim>, AttendShape<head_dim>::sharedBytes};
+    using Shape = AttendShape<format, head_dim, row_tiles>;
+    return {head_dim,
+            Shape::tile_rows,
+            Shape::threads,
+            Shape::blocks_per_multiprocessor,
+            attend_kernel<format, head_dim, row_tiles>,
+            Shape::sharedBytes};
 }
 
 template <NumberFormat format>
 AttendKernels attendKernels() {
-    return {attendKernel<format, 64>(), attendKernel<format, 80>(), attendKernel<format, 96>(),
-            attendKernel<format, 128>(), attendKernel<format, 256>()};
+    return {attendKernel<format, 64, 1>(),  attendKernel<format, 80, 1>(),
+            attendKernel<format, 96, 1>(),  attendKernel<format, 128, 1>(),
+            attendKernel<format, 256, 1>(), attendKernel<format, 64, 2>(),
+            attendKernel<format, 80, 2>(),  attendKernel<format, 96, 2>(),
+            attendKernel<format, 128, 2>(), attendKernel<format, 256, 2>()};
 }
 
 }  // namespace kvgrid::cuda

@@ -14,8 +14,6 @@ namespace {
 
 constexpr int threads = 1024;
 constexpr int warps = threads / warp_size;
-// Cut trees: each has two units at least, and the units of cut trees fit the slots.
-constexpr std::int64_t most_trees = 2048;
 constexpr std::int64_t most_cut_units = 4096;
 constexpr std::int64_t header_bytes = 64;
 constexpr int sizes = 65;  // of units, to sort by: 0 to 64 parts of the largest
@@ -68,26 +66,20 @@ __device__ std::int64_t sumBefore(std::int64_t value, std::int64_t& total) {
     return before + upTo - value;
 }
 
-// log2 of the rounds of a unit in this step: as large as keeps the blocks of threads evenly busy,
-// and so that the units of cut trees fit the slots.
+// log2 of the rounds of a unit in this step: so many units that blocks of threads which take them
+// as they can end together, and so that those of cut trees fit the slots.
 __device__ int stepBits(const AttendLaunch& launch) {
     const AttendParams& params = launch.params;
     std::int64_t rounds = 0;
     for (std::int64_t i = threadIdx.x; i < params.run_count; i += threads) {
-        const RunShape shape = shapeOf(params.runs[i], params);
+        const RunShape shape = shapeOf(params.runs[i], params, launch.tile_rows);
         rounds += shape.trees(params.kv_heads) << shape.round_bits;
     }
     rounds = blockSum(rounds);
-    // Rounds of the busiest block of threads.
-    const auto busiest = [&](int bits) {
-        const std::int64_t units = ((rounds - 1) >> bits) + 1;
-        return (units + launch.blocks - 1) / launch.blocks << bits;
-    };
-    constexpr int preferred_most = 4;
-    const std::int64_t least = busiest(0);
+    constexpr int units_a_block = 2;
     int bits = 0;
-    for (int candidate = 1; candidate <= preferred_most; ++candidate)
-        if (busiest(candidate) * 64 <= least * 65) bits = candidate;
+    while (rounds >> (bits + 1) >= std::int64_t{units_a_block} * launch.blocks)
+        ++bits;
     while (bits < most_round_bits && rounds >> bits > launch.slots)
         ++bits;
     return bits;
@@ -95,11 +87,13 @@ __device__ int stepBits(const AttendLaunch& launch) {
 
 // A unit of a run, or (unit_of_tree 0 of) a tree. Tiles vary fastest, so that blocks of threads
 // that run together read the same K and V; then the units of a tree, then KV heads.
-__device__ Unit unitOf(const AttendParams& params, const Run& run, int step_bits, bool is_tree,
+__device__ Unit unitOf(const AttendLaunch& launch, const Run& run, int step_bits, bool is_tree,
                        std::int64_t index, std::int64_t slots_before) {
+    const AttendParams& params = launch.params;
     const int group = params.query_heads / params.kv_heads;
+    const int tile_rows = launch.tile_rows;
     Unit unit;
-    unit.shape = shapeOf(run, params);
+    unit.shape = shapeOf(run, params, tile_rows);
     unit.round_bits = unitBits(unit.shape, step_bits);
     const int cut_bits = unit.shape.round_bits - unit.round_bits;
     const std::int64_t tiles = unit.shape.tiles;
@@ -116,6 +110,7 @@ __device__ Unit unitOf(const AttendParams& params, const Run& run, int step_bits
     unit.first_query = tile * tile_rows;
     const std::int64_t queries = std::int64_t{run.rows} * group - unit.first_query;
     unit.rows = static_cast<int>(queries < tile_rows ? queries : tile_rows);
+    unit.first_seen = firstSeen(run.first_position + unit.first_query / group, params.window);
     unit.last_position = run.first_position + (unit.first_query + unit.rows - 1) / group;
     unit.slot_stride = tiles;
     unit.workspace_slot =
@@ -148,7 +143,7 @@ __device__ int sizeOf(const Unit& unit, int largest_bits, int context_ranks) {
     const std::int64_t first = unit.first_round * attend_warps;
     std::int64_t leaves = 0;
     for (std::int64_t path = 0; path < paths; path += step)
-        leaves += unit.stripeAt(first + path, context_ranks) < unit.stripes() ? step : 0;
+        leaves += unit.sees(unit.stripeAt(first + path, context_ranks)) ? step : 0;
     return static_cast<int>(((leaves << 4) + (std::int64_t{1} << largest_bits) - 1) >>
                             largest_bits);
 }
@@ -158,10 +153,16 @@ __global__ void __launch_bounds__(threads)
                        std::uint8_t* unit_sizes) {
     __shared__ int places[sizes];  // how many units of each size, then where the next one goes
     __shared__ int largest_bits;
+    __shared__ int large_trees;
+    __shared__ int small_trees;
     const AttendParams& params = launch.params;
     const auto thread = static_cast<int>(threadIdx.x);
     if (thread < sizes) places[thread] = 0;
-    if (thread == 0) largest_bits = 0;
+    if (thread == 0) {
+        largest_bits = 0;
+        large_trees = 0;
+        small_trees = 0;
+    }
     const int step_bits = stepBits(launch);  // synchronises
 
     RunBegin before{0, 0, 0};
@@ -169,7 +170,7 @@ __global__ void __launch_bounds__(threads)
         const std::int64_t i = first + thread;
         RunBegin mine{0, 0, 0};
         if (i < params.run_count) {
-            const RunShape shape = shapeOf(params.runs[i], params);
+            const RunShape shape = shapeOf(params.runs[i], params, launch.tile_rows);
             const int bits = unitBits(shape, step_bits);
             const int cut_bits = shape.round_bits - bits;
             const std::int64_t trees = shape.trees(params.kv_heads);
@@ -191,12 +192,10 @@ __global__ void __launch_bounds__(threads)
     if (before.units > launch.plan.unit_capacity || before.trees > most_trees) __trap();
     const auto units = static_cast<int>(before.units);
     const auto trees = static_cast<int>(before.trees);
-    if (thread == 0) *launch.plan.header = {units, trees};
-
     const auto unitAt = [&](int item) {
         const std::int64_t run = runOf(begins, params.run_count, item,
                                        [](const RunBegin& begin) { return begin.units; });
-        return unitOf(params, params.runs[run], step_bits, false, item - begins[run].units,
+        return unitOf(launch, params.runs[run], step_bits, false, item - begins[run].units,
                       begins[run].slots);
     };
     for (int item = thread; item < units; item += threads) {
@@ -219,9 +218,15 @@ __global__ void __launch_bounds__(threads)
     for (int item = thread; item < trees; item += threads) {
         const std::int64_t run = runOf(begins, params.run_count, item,
                                        [](const RunBegin& begin) { return begin.trees; });
-        launch.plan.trees[item] = unitOf(params, params.runs[run], step_bits, true,
-                                         item - begins[run].trees, begins[run].slots);
+        const Unit tree = unitOf(launch, params.runs[run], step_bits, true,
+                                 item - begins[run].trees, begins[run].slots);
+        if (1 << (tree.shape.round_bits - tree.round_bits) > small_tree)
+            launch.plan.trees[atomicAdd(&large_trees, 1)] = tree;
+        else
+            launch.plan.trees[most_trees - 1 - atomicAdd(&small_trees, 1)] = tree;
     }
+    __syncthreads();
+    if (thread == 0) *launch.plan.header = {units, 0, large_trees, small_trees};
 }
 
 // A launch that overlaps the one before it reads the plan at once: so that one is this, which waits
@@ -241,7 +246,7 @@ std::size_t bytesOf(std::int64_t units, std::int64_t runs) {
 
 std::size_t attendPlanBytes(std::int64_t rows, std::int64_t runs, int query_heads) {
     // Whole trees: a tile of each KV head for 8 query rows, and one more a run.
-    const std::int64_t tiles = rows * query_heads / tile_rows + runs * query_heads;
+    const std::int64_t tiles = rows * query_heads / product_rows + runs * query_heads;
     return bytesOf(tiles + most_cut_units, runs);
 }
 

@@ -2,13 +2,15 @@
 // the device, once for all layers: nothing of it comes from the host, so that a captured launch
 // follows the runs.
 //
-//   tile    8 query rows: rows of a run times query heads of a KV head, in order of row, then head
+//   tile    8 or 16 query rows: rows of a run times query heads of a KV head, in order of row, then
+//           head
 //   tree    the states of a tile and KV head over the run's stripes, as attention_state.h folds
-//   them path    a leaf's place in its tree: the choices from the root down, left 0, most
-//   significant
+//           them
+//   path    a leaf's place in its tree: the choices from the root down, left 0, most significant
 //           first. A stripe n * 64 + lane has the path (bits of the lane, lowest first; bits of n,
-//           highest first). Levels whose right half is empty in the whole run are left out: merging
-//           the empty state changes nothing.
+//           highest first). Levels of which one half is empty in the whole run are left out:
+//           merging the empty state changes nothing. So a run that sees at most 64 stripes has no
+//           bits of n: a lane has one stripe.
 //   round   4 neighbouring leaves, which the 4 warps of a block of threads compute at a time
 //   unit    an aligned subtree of 2^k rounds of a tree, which a block of threads folds on chip
 //
@@ -19,6 +21,7 @@
 #include <cstdint>
 
 #include "kernels/attention_state.h"
+#include "kernels/cuda/ptx.cuh"
 #include "kernels/ops.h"
 
 namespace kvgrid::cuda {
@@ -26,22 +29,27 @@ namespace kvgrid::cuda {
 inline constexpr int warp_size = 32;
 inline constexpr unsigned all_lanes = 0xFFFFFFFFU;
 inline constexpr int attend_warps = 4;
-inline constexpr int tile_rows = 8;
-inline constexpr int most_stages = 8;       // of a warp's ring
+inline constexpr int product_rows = 8;  // query rows of a matrix product
+inline constexpr int queue_slots = 3;
+inline constexpr int most_stages = 8;       // of a ring
 inline constexpr int most_round_bits = 24;  // of a unit
 inline constexpr int most_unit_bits = 9;    // of a tree
+inline constexpr int small_tree = 16;       // units that one warp folds
+// Cut trees: each has two units at least, and the units of cut trees fit the slots.
+inline constexpr std::int64_t most_trees = 2048;
 
-// Numbers of a slot: out of tile_rows states, then their lse.
-__host__ __device__ constexpr std::int64_t slotNumbers(int head_dim) {
+// Numbers of a slot: out of a tile's states, then their lse.
+__host__ __device__ constexpr std::int64_t slotNumbers(int tile_rows, int head_dim) {
     return std::int64_t{tile_rows} * (head_dim + 1);
 }
 
 // One run, as it is cut.
 struct RunShape {
-    int first_lane;   // the lowest lane that this context rank owns
-    int lane_bits;    // of a path
-    int stripe_bits;  // of a path
-    int round_bits;   // a tree has 2^round_bits rounds
+    int first_lane;             // the lowest lane that this context rank owns
+    int lane_bits;              // of a path
+    int stripe_bits;            // of a path
+    int round_bits;             // a tree has 2^round_bits rounds
+    std::int64_t first_stripe;  // that some row sees
     std::int64_t tiles;
 
     [[nodiscard]] __device__ std::int64_t trees(int kv_heads) const { return tiles * kv_heads; }
@@ -51,19 +59,35 @@ __device__ __forceinline__ int bitsFor(std::int64_t count) {  // the least with 
     return count <= 1 ? 0 : 64 - __clzll(count - 1);
 }
 
-__device__ __forceinline__ RunShape shapeOf(const Run& run, const AttendParams& params) {
+// The first position that a row at `position` sees.
+__device__ __forceinline__ std::int64_t firstSeen(std::int64_t position, std::int64_t window) {
+    return window == 0 || position < window ? 0 : position - window + 1;
+}
+
+__device__ __forceinline__ RunShape shapeOf(const Run& run, const AttendParams& params,
+                                            int tile_rows) {
     const int ranks = params.context_ranks;
     const int group = params.query_heads / params.kv_heads;
     RunShape shape;
     shape.first_lane = ((params.context_rank - run.slot) % ranks + ranks) % ranks;
     shape.tiles = (std::int64_t{run.rows} * group + tile_rows - 1) / tile_rows;
+    shape.first_stripe = firstSeen(run.first_position, params.window) / stripe_tokens;
     const std::int64_t stripes =
         run.rows == 0 ? 0 : (run.first_position + run.rows - 1) / stripe_tokens + 1;
-    const std::int64_t beyond = stripes - shape.first_lane;  // of the first lane on
-    const std::int64_t lanes = (beyond + ranks - 1) / ranks;
     const std::int64_t most = lane_count / ranks;
-    shape.lane_bits = bitsFor(lanes < most ? lanes : most);
-    shape.stripe_bits = bitsFor((beyond + lane_count - 1) / lane_count);
+    if (shape.first_stripe == 0) {
+        const std::int64_t beyond = stripes - shape.first_lane;  // of the first lane on
+        const std::int64_t lanes = (beyond + ranks - 1) / ranks;
+        shape.lane_bits = bitsFor(lanes < most ? lanes : most);
+        shape.stripe_bits = bitsFor((beyond + lane_count - 1) / lane_count);
+    } else {
+        shape.lane_bits = bitsFor(most);
+        // Of the first and the last n, those from the highest in which they differ on.
+        const std::int64_t first = shape.first_stripe / lane_count;
+        const std::int64_t last = (stripes - 1) / lane_count;
+        shape.stripe_bits =
+            stripes - shape.first_stripe <= lane_count ? 0 : bitsFor((first ^ last) + 1);
+    }
     const int path_bits = shape.lane_bits + shape.stripe_bits;
     shape.round_bits = path_bits > 2 ? path_bits - 2 : 0;
     return shape;
@@ -81,10 +105,11 @@ struct alignas(16) Unit {
     RunShape shape;
     std::int32_t slot;  // of the block table
     int kv_head;
-    int rows;                     // of the tile that exist, 1 to tile_rows
+    int rows;                     // of the tile that exist, 1 to all
     int round_bits;               // of the unit
     bool whole;                   // the unit is its tree
     std::int64_t first_round;     // in the tree
+    std::int64_t first_seen;      // position that some row of the tile sees
     std::int64_t last_position;   // of the tile
     std::int64_t first_position;  // of the run
     std::int64_t first_row;       // of the run
@@ -92,9 +117,20 @@ struct alignas(16) Unit {
     std::int64_t workspace_slot;  // of the unit, or of the tree's first
     std::int64_t slot_stride;     // from one unit of the tree to the next
 
-    // Stripes up to the tile's last position.
-    [[nodiscard]] __device__ std::int64_t stripes() const {
-        return last_position / stripe_tokens + 1;
+    // Whether some row of the tile sees something of a stripe.
+    [[nodiscard]] __device__ __forceinline__ bool sees(std::int64_t stripe) const {
+        return stripe <= last_position / stripe_tokens && stripe >= first_seen / stripe_tokens;
+    }
+
+    // Whether there is something in the round of four paths from `path` on. Of four siblings the
+    // first is the lowest stripe, behind which there is nothing without a window.
+    [[nodiscard]] __device__ __forceinline__ bool hasRound(std::int64_t path,
+                                                           int context_ranks) const {
+        bool any = sees(stripeAt(path, context_ranks));
+        if (first_seen >= stripe_tokens)
+            for (int i = 1; i < attend_warps; ++i)
+                any = any || sees(stripeAt(path + i, context_ranks));
+        return any;
     }
 
     // The stripe at a path; a huge one where the tree has no such path.
@@ -104,7 +140,10 @@ struct alignas(16) Unit {
         const std::int64_t lane =
             shape.first_lane +
             std::int64_t{__brev(lane_path) >> 1 >> (31 - shape.lane_bits)} * context_ranks;
-        const std::int64_t round_of_lanes = path & ((std::int64_t{1} << shape.stripe_bits) - 1);
+        const std::int64_t mask = (std::int64_t{1} << shape.stripe_bits) - 1;
+        const std::int64_t round_of_lanes =
+            shape.stripe_bits == 0 ? (shape.first_stripe + lane_count - 1 - lane) / lane_count
+                                   : (shape.first_stripe / lane_count & ~mask) + (path & mask);
         return round_of_lanes * lane_count + lane;
     }
 
@@ -123,13 +162,16 @@ struct alignas(16) Unit {
 // What attend_plan_kernel writes.
 struct PlanHeader {
     std::int32_t units = 0;
-    std::int32_t trees = 0;  // that are cut
+    std::int32_t taken = 0;  // of them, by this launch of attend_kernel, beside one a block
+    // That are cut, into more units than one warp folds, and into fewer.
+    std::int32_t large_trees = 0;
+    std::int32_t small_trees = 0;
 };
 
 // A plan in device memory.
 struct PlanView {
     PlanHeader* header = nullptr;
-    Unit* trees = nullptr;
+    Unit* trees = nullptr;  // [most_trees]: the large ones, and from the end on the small ones
     Unit* units = nullptr;  // the most work first
     std::int64_t unit_capacity = 0;
 };
@@ -150,32 +192,39 @@ struct AttendLaunch {
     AttendParams params;
     PlanView plan;
     int blocks = 0;          // of threads, of attend_kernel
-    int stages = 0;          // tiles of K or V that a warp keeps under way, and the one it works on
+    int tile_rows = 0;       // 8 or 16
+    int stages = 0;          // of a ring: each a tile of K or V
+    bool folds = false;      // attend_fold_kernel follows
     std::int64_t slots = 0;  // that the workspace holds
 };
 
-// The units of a block of threads: dealt out from the largest on, back and forth, so that all
-// blocks get about as much.
+// Which unit a block of threads does next, by the largest first. Multiprocessors read at different
+// speeds, so who is done takes the next; where nothing folds behind the launch, and could set the
+// count back, units are dealt out back and forth.
 class UnitDeal {
 public:
-    __device__ explicit UnitDeal(const PlanView& plan)
-        : units_(plan.units),
-          count_(plan.header->units) {}
+    __device__ explicit UnitDeal(const AttendLaunch& launch) : launch_(launch) {}
 
-    // The next one; false after the last.
-    __device__ __forceinline__ bool next(Unit& unit) {
+    // The next unit; null after the last. By one thread.
+    __device__ __forceinline__ const Unit* next() {
         const auto grid = static_cast<int>(gridDim.x);
         const auto block = static_cast<int>(blockIdx.x);
-        const int index = round_ * grid + ((round_ & 1) == 0 ? block : grid - 1 - block);
+        int index;
+        if (round_ == 0) {
+            index = block;
+        } else if (launch_.folds) {
+            // The fold of the launch before sets it back.
+            waitForLaunchBefore();
+            index = grid + atomicAdd(&launch_.plan.header->taken, 1);
+        } else {
+            index = round_ * grid + ((round_ & 1) == 0 ? block : grid - 1 - block);
+        }
         ++round_;
-        if (index >= count_) return false;
-        unit = loadUnit(units_ + index);
-        return true;
+        return index < launch_.plan.header->units ? launch_.plan.units + index : nullptr;
     }
 
 private:
-    const Unit* units_;
-    int count_;
+    const AttendLaunch& launch_;
     int round_ = 0;
 };
 

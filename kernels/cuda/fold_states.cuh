@@ -61,10 +61,25 @@ __device__ __forceinline__ float4 mergedNumbers(const MergeWeights& weights, con
                        mergeOut(weights, left.z, right.z), mergeOut(weights, left.w, right.w));
 }
 
-// Some numbers of the folded out: a float or a float4 in each lane, as read(index) loads them of
-// one state; eight states are loaded at once.
+// Some numbers of eight states: a float or a float4 in each lane.
+template <typename Numbers>
+struct FoldParts {
+    Numbers parts[fold_at_once];
+
+    // Of the states from `first` on of `count`, as read(index) loads them of one.
+    template <typename Read>
+    __device__ __forceinline__ void load(int first, int count, const Read& read) {
+#pragma unroll
+        for (int i = 0; i < fold_at_once; ++i)
+            if (first + i < count) parts[i] = read(first + i);
+    }
+};
+
+// The same of the folded out. `loaded`: of the first eight, which may be loaded ahead of the
+// weights.
 template <typename Numbers, typename Read>
-__device__ __forceinline__ Numbers foldOuts(int count, const FoldWeights& fold, const Read& read) {
+__device__ __forceinline__ Numbers foldOuts(int count, const FoldWeights& fold,
+                                            FoldParts<Numbers> loaded, const Read& read) {
     const auto merged = [&](int level, int merge, const Numbers& left, const Numbers& right) {
         return mergedNumbers({__shfl_sync(all_lanes, fold.left[level], merge),
                               __shfl_sync(all_lanes, fold.right[level], merge), 0.0F},
@@ -75,10 +90,8 @@ __device__ __forceinline__ Numbers foldOuts(int count, const FoldWeights& fold, 
     Numbers waiting[fold_levels - chunk_levels];
     Numbers top{};
     for (int chunk = 0; chunk * fold_at_once < count; ++chunk) {
-        Numbers parts[fold_at_once];
-#pragma unroll
-        for (int i = 0; i < fold_at_once; ++i)
-            if (chunk * fold_at_once + i < count) parts[i] = read(chunk * fold_at_once + i);
+        if (chunk > 0) loaded.load(chunk * fold_at_once, count, read);
+        Numbers(&parts)[fold_at_once] = loaded.parts;
 #pragma unroll
         for (int level = 0; level < chunk_levels; ++level) {
             if (count >> level <= 1) break;

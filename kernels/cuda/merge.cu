@@ -29,11 +29,14 @@ __global__ void __launch_bounds__(warps* warp)
         for (int first = 0; first < params.head_dim; first += 4 * warp) {
             const int at = first + 4 * lane;
             const bool owns = at < params.head_dim;
-            const auto out = foldOuts<float4>(params.parts, fold, [&](int index) {
+            const auto read = [&](int index) {
                 return owns ? *reinterpret_cast<const float4*>(
                                   params.out_parts + stateAt(index) * params.head_dim + at)
                             : make_float4(0.0F, 0.0F, 0.0F, 0.0F);
-            });
+            };
+            FoldParts<float4> parts;
+            parts.load(0, params.parts, read);
+            const float4 out = foldOuts(params.parts, fold, parts, read);
             if (owns)
                 *reinterpret_cast<float4*>(params.out + row * params.head_dim + at) =
                     lse == empty_lse ? make_float4(0.0F, 0.0F, 0.0F, 0.0F) : out;

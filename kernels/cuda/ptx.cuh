@@ -22,46 +22,75 @@ __device__ __forceinline__ void copyAsync(std::uint32_t to, const void* from, in
                  : "memory");
 }
 
-__device__ __forceinline__ void commitCopies() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// Waits until at most `pending` of this thread's groups of copies are under way.
-template <int pending>
-__device__ __forceinline__ void waitCopies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
-}
-
-__device__ __forceinline__ void waitCopiesUpTo(int pending) {
-    switch (pending) {
-    case 0:
-        return waitCopies<0>();
-    case 1:
-        return waitCopies<1>();
-    case 2:
-        return waitCopies<2>();
-    case 3:
-        return waitCopies<3>();
-    case 4:
-        return waitCopies<4>();
-    case 5:
-        return waitCopies<5>();
-    default:
-        return waitCopies<6>();
-    }
-}
-
 // 16 bytes of shared memory.
 __device__ __forceinline__ void storeZeros(std::uint32_t to) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
 }
 
-#if __CUDA_ARCH__ >= 900
-
-// A barrier in shared memory that one thread arrives at and that counts the bytes of bulk copies.
-__device__ __forceinline__ void initBarrier(std::uint32_t barrier) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+__device__ __forceinline__ void storeShared(std::uint32_t to, std::uint16_t bits) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(bits) : "memory");
 }
+[[nodiscard]] __device__ __forceinline__ std::uint16_t loadShared16(std::uint32_t from) {
+    std::uint16_t bits;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(from) : "memory");
+    return bits;
+}
+
+// A barrier in shared memory that so many threads arrive at; it can count the bytes of bulk copies.
+__device__ __forceinline__ void initBarrier(std::uint32_t barrier, int threads) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void arrive(std::uint32_t barrier) {
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(barrier)
+                 : "memory");
+}
+
+// Arrives when this thread's copyAsync that came before are over.
+__device__ __forceinline__ void arriveAfterCopies(std::uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Returns when the phase of this parity has ended.
+__device__ __forceinline__ void waitBarrier(std::uint32_t barrier, unsigned parity) {
+    unsigned done = 0;
+    while (done == 0)
+        asm volatile(
+            "{\n"
+            ".reg .pred complete;\n"
+#if __CUDA_ARCH__ >= 900
+            "mbarrier.try_wait.parity.shared::cta.b64 complete, [%1], %2;\n"
+#else
+            "mbarrier.test_wait.parity.shared.b64 complete, [%1], %2;\n"
+#endif
+            "selp.u32 %0, 1, 0, complete;\n"
+            "}"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+}
+
+// Of `threads` threads of the block, a multiple of 32, which all come here.
+__device__ __forceinline__ void syncThreads(int threads) {
+    asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
+}
+
+// Registers of each thread of the warp group (4 warps) that all come here: more or fewer than the
+// launch gave them.
+template <int count>
+__device__ __forceinline__ void takeRegisters() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
+#endif
+}
+template <int count>
+__device__ __forceinline__ void giveRegisters() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
+#endif
+}
+
+#if __CUDA_ARCH__ >= 900
 
 // Arrives; the phase ends when so many bytes have come too.
 __device__ __forceinline__ void expectBytes(std::uint32_t barrier, int bytes) {
@@ -89,21 +118,6 @@ __device__ __forceinline__ void copyBulk(std::uint32_t to, const std::byte* from
         "[%0], [%1], %2, [%3], %4;" ::"r"(to),
         "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
         : "memory");
-}
-
-// Returns when the phase of this parity has ended.
-__device__ __forceinline__ void waitBarrier(std::uint32_t barrier, unsigned parity) {
-    unsigned done = 0;
-    while (done == 0)
-        asm volatile(
-            "{\n"
-            ".reg .pred complete;\n"
-            "mbarrier.try_wait.parity.shared::cta.b64 complete, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, complete;\n"
-            "}"
-            : "=r"(done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
 }
 
 // Barriers that were initialised may be used by bulk copies.
@@ -149,6 +163,20 @@ __device__ __forceinline__ void loadTransposed(std::uint32_t (&out)[4], std::uin
                  : "memory");
 }
 
+// Two of the matrices that the same lanes' addresses give; lanes from 16 on give none.
+__device__ __forceinline__ void loadMatrices(std::uint32_t (&out)[2], std::uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(out[0]), "=r"(out[1])
+                 : "r"(address)
+                 : "memory");
+}
+__device__ __forceinline__ void loadTransposed(std::uint32_t (&out)[2], std::uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(out[0]), "=r"(out[1])
+                 : "r"(address)
+                 : "memory");
+}
+
 // Transposes an 8 x 8 matrix of 16-bit numbers across the warp.
 [[nodiscard]] __device__ __forceinline__ std::uint32_t transposed(std::uint32_t matrix) {
     std::uint32_t out;
@@ -161,6 +189,26 @@ __device__ __forceinline__ void loadTransposed(std::uint32_t (&out)[4], std::uin
     float out;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
     return out;
+}
+
+// Two e4m3 numbers as fp16, exact.
+[[nodiscard]] __device__ __forceinline__ std::uint32_t fromE4m3(std::uint16_t bytes) {
+#if __CUDA_ARCH__ >= 890
+    std::uint32_t out;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(out) : "h"(bytes));
+    return out;
+#else
+    // Exponent and mantissa in their places of fp16, whose bias is larger by 8. NaN becomes 480: a
+    // row that has one has a scale that is not finite.
+    const std::uint32_t spread = __byte_perm(bytes, 0, 0x1404);
+    const std::uint32_t bits = (spread & 0x80008000U) | (spread & 0x7F007F00U) >> 1;
+    const __half2_raw raw{static_cast<unsigned short>(bits & 0xFFFFU),
+                          static_cast<unsigned short>(bits >> 16)};
+    const __half2 numbers = __hmul2(__half2(raw), __float2half2_rn(256.0F));
+    std::uint32_t out;
+    __builtin_memcpy(&out, &numbers, sizeof(out));
+    return out;
+#endif
 }
 
 // What differs between 16-bit formats in attend.

@@ -79,7 +79,7 @@ __device__ unsigned long long readAll(const ReadRunsParams& params, std::byte* s
     const auto barrierOf = [&](int stage) { return sharedAddress(&barriers[stage]); };
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < stages; ++stage)
-            initBarrier(barrierOf(stage));
+            initBarrier(barrierOf(stage), 1);
         fenceBarriers();
     }
     __syncthreads();

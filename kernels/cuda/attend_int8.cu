@@ -1,0 +1,9 @@
+#include "kernels/cuda/attend_kernel.cuh"
+
+namespace kvgrid::cuda {
+
+AttendKernels int8AttendKernels() {
+    return attendKernels<NumberFormat::int8>();
+}
+
+}  // namespace kvgrid::cuda
