@@ -3,14 +3,14 @@
 // Rounding is to nearest, ties to even. NaN stays NaN; overflow of fp16 and bf16 is infinity.
 //
 // fp8 e4m3 and int8 are stored with a scale, one fp16 number for each row (the head_dim elements of
-// K or V of one token and KV head): an element is worth stored * scale, the product in fp32.
+// K or V of one token and KV head): an element is worth stored * scale, which fp32 holds exactly.
 //   amax    the largest |x| of the row, NaN if there is one
 //   scale   amax / the format's largest number, rounded up to fp16, at least 2^-24
 //   stored  x / scale, rounded
 // Rounded up, the scale lets no element exceed the format's largest number. A row that no fp16
-// scale can hold has the scale infinity, and a row with a NaN the scale NaN: nothing in it is
-// finite, as with an overflow of fp16. Every operation is IEEE's, so all devices store the same
-// bits.
+// scale can hold has the scale infinity, and a row with a NaN the scale NaN; its elements are
+// stored as zeros, so that all of them are worth NaN: a broken input stays visible. Every operation
+// is IEEE's, so all devices store the same bits.
 #pragma once
 
 #include <cstdint>
@@ -74,20 +74,19 @@ KVGRID_HOST_DEVICE constexpr float e4m3ToFloat(std::uint8_t bits) {
 }
 
 // Beyond the largest number, rounded, is NaN. There is one NaN, as its sign differs between
-// devices.
+// devices. Both ways are computed, so that loops can be vectorised.
 KVGRID_HOST_DEVICE constexpr std::uint8_t e4m3FromFloat(float value) {
     const auto bits = __builtin_bit_cast(std::uint32_t, value);
     const std::uint32_t sign = (bits >> 24) & 0x80U;
     const std::uint32_t magnitude = bits & 0x7FFFFFFFU;
-    if (magnitude > 0x43E80000U) return 0x7FU;  // 464: half a unit above 448, and the tie is even
-    if (magnitude >= 0x3C800000U) {
-        const std::uint32_t rounding = 0x7FFFFU + ((magnitude >> 20) & 1U);
-        return static_cast<std::uint8_t>(sign | ((magnitude - (120U << 23) + rounding) >> 20));
-    }
+    const std::uint32_t rounding = 0x7FFFFU + ((magnitude >> 20) & 1U);
+    const std::uint32_t normal = (magnitude - (120U << 23) + rounding) >> 20;
     // As with fp16: the unit of subnormals, 2^-9, is that of fp32 numbers in [2^14, 2^15).
     const float shifted = __builtin_bit_cast(float, magnitude) + 0x1p14F;
-    return static_cast<std::uint8_t>(sign |
-                                     (__builtin_bit_cast(std::uint32_t, shifted) - 0x46800000U));
+    const std::uint32_t subnormal = __builtin_bit_cast(std::uint32_t, shifted) - 0x46800000U;
+    const std::uint32_t rounded = sign | (magnitude >= 0x3C800000U ? normal : subnormal);
+    // 464 is half a unit above 448, which is even.
+    return static_cast<std::uint8_t>(magnitude > 0x43E80000U ? 0x7FU : rounded);
 }
 
 // |value| rounds to 127 at most, which the scale sees to. NaN, for which there is no number here,
@@ -150,12 +149,19 @@ KVGRID_HOST_DEVICE constexpr std::uint32_t magnitudeBits(float value) {
 
 // The fp16 bits of the scale of a row whose largest magnitudeBits are `amax_bits`; `largest` is
 // Stored<format>::largest.
-KVGRID_HOST_DEVICE std::uint16_t scaleOf(std::uint32_t amax_bits, float largest) {
+KVGRID_HOST_DEVICE std::uint16_t scaleFor(std::uint32_t amax_bits, float largest) {
     if (amax_bits > 0x7F800000U) return 0x7E00U;
     const float exact_scale = exact::quotient(__builtin_bit_cast(float, amax_bits), largest);
     std::uint16_t scale = fp16FromFloat(exact_scale);
     if (fp16ToFloat(scale) < exact_scale) ++scale;  // above the largest number comes infinity
     return scale == 0 ? 1 : scale;                  // 2^-24
+}
+
+// An element of a row with that scale, as it is stored.
+template <NumberFormat format>
+KVGRID_HOST_DEVICE typename Stored<format>::Bits quantised(float value, float scale) {
+    const float quotient = exact::quotient(value, scale);
+    return Stored<format>::fromFloat(quotient == quotient ? quotient : 0.0F);
 }
 
 }  // namespace kvgrid

@@ -17,12 +17,27 @@ struct BinaryFormat {
     int largest_exponent;
 };
 
-double roundedTo(double value, const BinaryFormat& format) {
+constexpr BinaryFormat fp32{24, -126, 127};
+constexpr BinaryFormat fp16{11, -14, 15};
+constexpr BinaryFormat bf16{8, -126, 127};
+constexpr BinaryFormat e4m3{4, -6, 8};
+constexpr double largest_e4m3 = 448.0;
+constexpr double largest_int8 = 127.0;
+
+double toNearest(double value) {
+    return std::nearbyint(value);
+}
+double upwards(double value) {
+    return std::ceil(value);
+}
+
+double roundedTo(double value, const BinaryFormat& format,
+                 double (*to_integer)(double) = toNearest) {
     if (value == 0.0 || !std::isfinite(value)) return value;
     int exponent = 0;
     std::frexp(value, &exponent);  // |value| in [2^(exponent - 1), 2^exponent)
     const int unit = std::max(exponent - 1, format.smallest_exponent) - (format.precision - 1);
-    const double result = std::ldexp(std::nearbyint(std::ldexp(value, -unit)), unit);
+    const double result = std::ldexp(to_integer(std::ldexp(value, -unit)), unit);
     if (std::fabs(result) >= std::ldexp(1.0, format.largest_exponent + 1))
         return std::copysign(std::numeric_limits<double>::infinity(), value);
     return result;
@@ -45,13 +60,34 @@ double inverseFrequency(int i, const Rotary& rotary) {
 double rounded(double value, Format format) {
     switch (format) {
     case Format::fp16:
-        return roundedTo(value, {11, -14, 15});
+        return roundedTo(value, fp16);
     case Format::bf16:
-        return roundedTo(value, {8, -126, 127});
+        return roundedTo(value, bf16);
+    case Format::e4m3: {
+        const double result = roundedTo(value, e4m3);
+        return std::fabs(result) <= largest_e4m3 ? result : std::nan("");
+    }
+    case Format::int8:
+        return std::nearbyint(value);
     case Format::fp32:
         break;
     }
-    return roundedTo(value, {24, -126, 127});
+    return roundedTo(value, fp32);
+}
+
+ScaledRow quantised(std::span<const float> row, Format format) {
+    double amax = 0.0;
+    for (const float x : row)
+        if (!(std::fabs(x) <= amax)) amax = std::isnan(amax) ? amax : std::fabs(double{x});
+    const double largest = format == Format::e4m3 ? largest_e4m3 : largest_int8;
+    const double least = 0x1p-24;
+    const double scale = roundedTo(roundedTo(amax / largest, fp32), fp16, upwards);
+    ScaledRow result{scale < least ? least : scale, {}};
+    for (const float x : row) {
+        const double number = rounded(roundedTo(x / result.scale, fp32), format);
+        result.numbers.push_back(std::isnan(number) ? 0.0 : number);
+    }
+    return result;
 }
 
 void rotate(std::span<float> head, std::int64_t position, const Rotary& rotary) {

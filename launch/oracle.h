@@ -8,9 +8,23 @@
 
 namespace kvgrid::oracle {
 
-// The 16-bit formats and fp32, as the definition of a stored value: round to nearest, ties to even.
-enum class Format { fp32, fp16, bf16 };
+// The formats, as the definition of a stored value: round to nearest, ties to even. e4m3 is NaN
+// above 448, int8 any integer.
+enum class Format { fp32, fp16, bf16, e4m3, int8 };
 [[nodiscard]] double rounded(double value, Format format);
+
+// A row as e4m3 or int8 store it: element i is worth numbers[i] * scale. Defined by fp32
+// arithmetic: the scale is the largest |x| / the format's largest number (448 or 127), rounded to
+// fp32 and then up to fp16, at least 2^-24; a number is x / scale, rounded to fp32 and then to the
+// format, and 0 where that is NaN. So a row whose scale is infinite, or NaN for a NaN in it, has
+// zeros, worth NaN.
+struct ScaledRow {
+    double scale;
+    std::vector<double> numbers;
+
+    [[nodiscard]] double worth(std::size_t i) const { return numbers[i] * scale; }
+};
+[[nodiscard]] ScaledRow quantised(std::span<const float> row, Format format);
 
 // Rotary position embedding, "rotate half" pairing (Su et al., arXiv 2104.09864); factor 1 and
 // llama3 = false: plain; otherwise Llama 3.1's frequency scaling.

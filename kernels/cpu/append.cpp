@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <array>
+#include <cstring>
 
 #include "kernels/cpu/convert.h"
 #include "kernels/cpu/cpu_device.h"
@@ -80,12 +81,23 @@ private:
         alignas(64) std::array<float, max_row> numbers;
         for (int head = 0; head < params_.kv_heads; ++head) {
             std::byte* const key = keyRow(pool, params_.layer, block, head, within);
+            std::byte* const scale = keyScale(pool, params_.layer, block, head, within);
             load(params_.k, row * params_.kv_heads + head, numbers.data());
             rotateRow(row, numbers.data());
-            fromFloats(pool.format, numbers.data(), params_.head_dim, key);
+            writeRow(numbers.data(), key, scale);
             load(params_.v, row * params_.kv_heads + head, numbers.data());
-            fromFloats(pool.format, numbers.data(), params_.head_dim, key + pool.value_offset);
+            writeRow(numbers.data(), key + pool.value_offset, scale + pool.value_offset);
         }
+    }
+
+    void writeRow(const float* numbers, std::byte* row, std::byte* scale) const {
+        const NumberFormat format = params_.pool.format;
+        if (!hasScales(format)) {
+            fromFloats(format, numbers, params_.head_dim, row);
+            return;
+        }
+        const std::uint16_t bits = quantise(format, numbers, params_.head_dim, row);
+        std::memcpy(scale, &bits, sizeof(bits));
     }
 
     const AppendParams& params_;

@@ -78,8 +78,6 @@ private:
             throw Error(ErrorCode::internal, "attend: head dim " +
                                                  std::to_string(params_.head_dim) + ", group " +
                                                  std::to_string(group_));
-        if (params_.pool.format != NumberFormat::fp16 && params_.pool.format != NumberFormat::bf16)
-            throw Error(ErrorCode::internal, "attend: only fp16 and bf16 K and V are implemented");
         if (params_.workspace_bytes < static_cast<std::size_t>(bytesForStarts(params_.run_count)))
             throw Error(ErrorCode::internal, "attend: the workspace is too small");
     }

@@ -4,6 +4,9 @@
 #include <bit>
 #include <cstring>
 
+#include <kvgrid/error.h>
+
+#include "kernels/cpu/convert.h"
 #include "kernels/cpu/merge_states.h"
 #include "kernels/cpu/simd_targets.h"
 #include "kernels/paging.h"
@@ -30,7 +33,9 @@ public:
           scratch_(scratch),
           group_(params_.query_heads / params_.kv_heads),
           query_rows_(unit.rows * group_),
-          ahead_(std::clamp(bytes_ahead / (params_.head_dim * 2), 1, AttendScratch::most_ahead)),
+          ahead_(std::clamp(
+              bytes_ahead / (params_.head_dim * static_cast<int>(bytesPerElement(format))), 1,
+              AttendScratch::most_ahead)),
           first_position_(unit.run->first_position + unit.first_row),
           last_position_(first_position_ + unit.rows - 1) {}
 
@@ -113,8 +118,10 @@ private:
         Stripe view{.rows = scratch_.rows,
                     .tokens = tokens.count,
                     .head_dim = params_.head_dim,
-                    .scale = params_.scale,
-                    .ahead = ahead_};
+                    .scale = params_.scale * StoredVectors<format>::unit,
+                    .ahead = ahead_,
+                    .key_scales = scratch_.scales,
+                    .value_scales = scratch_.scales + AttendScratch::score_stride};
         for (int r = 0; r < query_rows_; r += AttendScratch::rows_at_once) {
             const std::ptrdiff_t at = static_cast<std::ptrdiff_t>(r) * params_.head_dim;
             attendStripe<format>(view, scratch_.q + at, scratch_.limits + r,
@@ -136,8 +143,26 @@ private:
             findTokens(next_stripe, *next);
         else
             next->count = 0;
-        if (current->count > 0) listRows(*current, *next);
+        if (current->count > 0) {
+            listRows(*current, *next);
+            if constexpr (hasScales(format)) readScales(*current);
+        }
         return *current;
+    }
+
+    void readScales(const StripeTokens& tokens) {
+        std::uint16_t* bits = scratch_.scale_bits;
+        for (const std::int64_t kind : {std::int64_t{0}, pool_.value_offset}) {
+            for (int i = 0; i < tokens.scale_runs; ++i) {
+                const StripeTokens::ScaleRun& run = tokens.scales[i];
+                std::memcpy(bits, run.keys + kind,
+                            static_cast<std::size_t>(run.count) * sizeof(*bits));
+                bits += run.count;
+            }
+        }
+        toFloats(NumberFormat::fp16, scratch_.scale_bits, tokens.count, scratch_.scales);
+        toFloats(NumberFormat::fp16, scratch_.scale_bits + tokens.count, tokens.count,
+                 scratch_.scales + AttendScratch::score_stride);
     }
 
     void listRows(const StripeTokens& current, const StripeTokens& next) {
@@ -155,6 +180,7 @@ private:
         const std::int64_t begin = stripe * stripe_tokens;
         const std::int64_t end = std::min(begin + stripe_tokens, last_position_ + 1);
         int count = 0;
+        tokens.scale_runs = 0;
         for (std::int64_t position = begin; position < end;) {
             const std::int64_t logical = position / pool_.block_size;
             const std::int64_t within = position - logical * pool_.block_size;
@@ -162,6 +188,8 @@ private:
             const std::int64_t block =
                 findBlock(params_.tables, unit_.run->slot, logical, pool_.max_num_blocks);
             if (block != no_block) {
+                if constexpr (hasScales(format))
+                    addScales(tokens, block, within, static_cast<int>(next - position));
                 const std::byte* key = keyRow(pool_, params_.layer, block, unit_.kv_head, within);
                 for (std::int64_t p = position; p < next; ++p, key += pool_.token_stride) {
                     tokens.keys[count] = key;
@@ -173,6 +201,18 @@ private:
         }
         tokens.stripe = stripe;
         tokens.count = count;
+    }
+
+    // Lists the scales of tokens within a block, and asks for their lines: they are few, and read
+    // when the stripe's turn comes.
+    void addScales(StripeTokens& tokens, std::int64_t block, std::int64_t within, int count) const {
+        const std::byte* const keys = keyScale(pool_, params_.layer, block, unit_.kv_head, within);
+        tokens.scales[tokens.scale_runs++] = {keys, count};
+        constexpr int line_bytes = 64;
+        for (int at = 0; at < 2 * count; at += line_bytes) {
+            __builtin_prefetch(keys + at);
+            __builtin_prefetch(keys + pool_.value_offset + at);
+        }
     }
 
     // The stripe whose leaf comes after this one's, or no_stripe.
@@ -236,6 +276,14 @@ void attendUnitBf16(const AttendUnit& unit, AttendScratch& scratch) {
     UnitFold<NumberFormat::bf16>(unit, scratch).run();
 }
 
+void attendUnitE4m3(const AttendUnit& unit, AttendScratch& scratch) {
+    UnitFold<NumberFormat::fp8_e4m3>(unit, scratch).run();
+}
+
+void attendUnitInt8(const AttendUnit& unit, AttendScratch& scratch) {
+    UnitFold<NumberFormat::int8>(unit, scratch).run();
+}
+
 }  // namespace kvgrid::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
@@ -244,12 +292,23 @@ namespace kvgrid::cpu {
 
 HWY_EXPORT(attendUnitFp16);
 HWY_EXPORT(attendUnitBf16);
+HWY_EXPORT(attendUnitE4m3);
+HWY_EXPORT(attendUnitInt8);
 
 void attendUnit(const AttendUnit& unit, AttendScratch& scratch) {
-    if (unit.params->pool.format == NumberFormat::fp16)
-        HWY_DYNAMIC_DISPATCH(attendUnitFp16)(unit, scratch);
-    else
-        HWY_DYNAMIC_DISPATCH(attendUnitBf16)(unit, scratch);
+    switch (unit.params->pool.format) {
+    case NumberFormat::fp16:
+        return HWY_DYNAMIC_DISPATCH(attendUnitFp16)(unit, scratch);
+    case NumberFormat::bf16:
+        return HWY_DYNAMIC_DISPATCH(attendUnitBf16)(unit, scratch);
+    case NumberFormat::fp8_e4m3:
+        return HWY_DYNAMIC_DISPATCH(attendUnitE4m3)(unit, scratch);
+    case NumberFormat::int8:
+        return HWY_DYNAMIC_DISPATCH(attendUnitInt8)(unit, scratch);
+    case NumberFormat::fp32:
+        break;
+    }
+    throw Error(ErrorCode::internal, "attend: fp32 K and V are not stored");
 }
 
 }  // namespace kvgrid::cpu

@@ -36,6 +36,13 @@ struct StripeTokens {
     int count;
     const std::byte* keys[stripe_tokens];  // K rows
     std::int16_t offsets[stripe_tokens];   // positions in the stripe
+    // Their scales, where the format has them: those of a block's tokens lie side by side.
+    struct ScaleRun {
+        const std::byte* keys;
+        int count;
+    };
+    int scale_runs;
+    ScaleRun scales[stripe_tokens];
 };
 
 // Where one thread works. Query rows lie in order of row, then head.
@@ -52,7 +59,9 @@ struct alignas(64) AttendScratch {
     StripeTokens tokens[2];  // of the stripe in work and the next
     // K rows of the stripe in work, its V rows, then the first K rows of the next.
     const std::byte* rows[2 * stripe_tokens + most_ahead + padding];
-    int limits[max_unit_rows + padding];  // how many of its tokens a query row sees
+    std::uint16_t scale_bits[2 * stripe_tokens];  // of K, then of V
+    float scales[2 * score_stride];               // likewise, of V from score_stride on
+    int limits[max_unit_rows + padding];          // how many of its tokens a query row sees
     float lse[(fold_levels + 1) * max_unit_rows];
     float out[(fold_levels + 1) * max_unit_rows * max_head_dim];
 };

@@ -70,6 +70,43 @@ void fp16FromFloats(const float* HWY_RESTRICT from, std::int64_t count,
 
 #undef KVGRID_NATIVE_FP16
 
+template <NumberFormat format>
+std::uint16_t quantiseRow(const float* HWY_RESTRICT from, std::int64_t count,
+                          typename Stored<format>::Bits* HWY_RESTRICT to) {
+    std::uint32_t amax_bits = 0;
+    for (std::int64_t i = 0; i < count; ++i)
+        amax_bits = std::max(amax_bits, magnitudeBits(from[i]));
+    const std::uint16_t scale = scaleFor(amax_bits, Stored<format>::largest);
+    const float factor = fp16ToFloat(scale);
+    for (std::int64_t i = 0; i < count; ++i)
+        to[i] = quantised<format>(from[i], factor);
+    return scale;
+}
+
+std::uint16_t quantiseE4m3(const float* from, std::int64_t count, void* to) {
+    return quantiseRow<NumberFormat::fp8_e4m3>(from, count, static_cast<std::uint8_t*>(to));
+}
+
+std::uint16_t quantiseInt8(const float* from, std::int64_t count, void* to) {
+    return quantiseRow<NumberFormat::int8>(from, count, static_cast<std::int8_t*>(to));
+}
+
+template <NumberFormat format>
+void dequantiseRow(const typename Stored<format>::Bits* HWY_RESTRICT from, std::uint16_t scale,
+                   std::int64_t count, float* HWY_RESTRICT to) {
+    const float factor = fp16ToFloat(scale);
+    for (std::int64_t i = 0; i < count; ++i)
+        to[i] = Stored<format>::toFloat(from[i]) * factor;
+}
+
+void dequantiseE4m3(const void* from, std::uint16_t scale, std::int64_t count, float* to) {
+    dequantiseRow<NumberFormat::fp8_e4m3>(static_cast<const std::uint8_t*>(from), scale, count, to);
+}
+
+void dequantiseInt8(const void* from, std::uint16_t scale, std::int64_t count, float* to) {
+    dequantiseRow<NumberFormat::int8>(static_cast<const std::int8_t*>(from), scale, count, to);
+}
+
 }  // namespace kvgrid::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
@@ -81,10 +118,14 @@ HWY_EXPORT(bf16ToFloats);
 HWY_EXPORT(bf16FromFloats);
 HWY_EXPORT(fp16ToFloats);
 HWY_EXPORT(fp16FromFloats);
+HWY_EXPORT(quantiseE4m3);
+HWY_EXPORT(quantiseInt8);
+HWY_EXPORT(dequantiseE4m3);
+HWY_EXPORT(dequantiseInt8);
 
 [[noreturn]] void refuse(NumberFormat format) {
     throw Error(ErrorCode::internal, "number format " + std::to_string(static_cast<int>(format)) +
-                                         " is not implemented");
+                                         " cannot be converted here");
 }
 
 }  // namespace
@@ -125,6 +166,23 @@ void fromFloats(NumberFormat format, const float* from, std::int64_t count, void
         break;
     }
     refuse(format);
+}
+
+std::uint16_t quantise(NumberFormat format, const float* from, std::int64_t count, void* to) {
+    if (format == NumberFormat::fp8_e4m3)
+        return HWY_DYNAMIC_DISPATCH(quantiseE4m3)(from, count, to);
+    if (format == NumberFormat::int8) return HWY_DYNAMIC_DISPATCH(quantiseInt8)(from, count, to);
+    refuse(format);
+}
+
+void dequantise(NumberFormat format, const void* from, std::uint16_t scale, std::int64_t count,
+                float* to) {
+    if (format == NumberFormat::fp8_e4m3)
+        HWY_DYNAMIC_DISPATCH(dequantiseE4m3)(from, scale, count, to);
+    else if (format == NumberFormat::int8)
+        HWY_DYNAMIC_DISPATCH(dequantiseInt8)(from, scale, count, to);
+    else
+        refuse(format);
 }
 
 }  // namespace kvgrid::cpu

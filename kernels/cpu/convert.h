@@ -11,4 +11,11 @@ namespace kvgrid::cpu {
 void toFloats(NumberFormat format, const void* from, std::int64_t count, float* to);
 void fromFloats(NumberFormat format, const float* from, std::int64_t count, void* to);
 
+// A row of a format with scales, as number_formats.h says; any other format throws Error. quantise
+// returns the fp16 bits of the scale.
+[[nodiscard]] std::uint16_t quantise(NumberFormat format, const float* from, std::int64_t count,
+                                     void* to);
+void dequantise(NumberFormat format, const void* from, std::uint16_t scale, std::int64_t count,
+                float* to);
+
 }  // namespace kvgrid::cpu

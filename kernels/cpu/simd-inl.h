@@ -25,13 +25,15 @@ using Floats = hn::Vec<FloatTag>;
 inline constexpr int vector_lanes = static_cast<int>(HWY_LANES(float));
 
 // How 2 * vector_lanes stored numbers become two vectors. Where `interleaved`, `first` holds the
-// even and `second` the odd ones, which for bf16 is cheaper than to keep their order.
+// even and `second` the odd ones, which for bf16 is cheaper than to keep their order. A number is
+// `unit` times what the vector holds, scales apart.
 template <NumberFormat format>
 struct StoredVectors;
 
 template <>
 struct StoredVectors<NumberFormat::bf16> {
     static constexpr bool interleaved = vector_lanes > 1;
+    static constexpr float unit = 1.0F;
 
     static HWY_INLINE Floats load(const std::uint16_t* from) {
         const FloatTag tag;
@@ -58,6 +60,7 @@ struct StoredVectors<NumberFormat::bf16> {
 template <>
 struct StoredVectors<NumberFormat::fp16> {
     static constexpr bool interleaved = false;
+    static constexpr float unit = 1.0F;
 
     static HWY_INLINE Floats load(const std::uint16_t* from) {
         const FloatTag tag;
@@ -70,6 +73,73 @@ struct StoredVectors<NumberFormat::fp16> {
     }
 
     static HWY_INLINE void loadPair(const std::uint16_t* from, Floats& first, Floats& second) {
+        first = load(from);
+        second = load(from + vector_lanes);
+    }
+};
+
+template <>
+struct StoredVectors<NumberFormat::fp8_e4m3> {
+    static constexpr bool interleaved = false;
+
+#if HWY_CAP_GE256 || HWY_TARGET == HWY_NEON
+    // The bits of an fp16 number, but that its bias is larger by 8. There is no NaN among them.
+    static constexpr float unit = 256.0F;
+
+    static HWY_INLINE Floats load(const std::uint8_t* from) {
+        const FloatTag tag;
+        const hn::Rebind<std::int8_t, FloatTag> narrow;
+        const hn::Rebind<std::int16_t, FloatTag> wide;
+        const hn::Rebind<hwy::float16_t, FloatTag> halves;
+        const auto bytes = hn::LoadU(narrow, reinterpret_cast<const std::int8_t*>(from));
+        // Two copies of the sign lie above the other bits.
+        const auto bits = hn::And(hn::ShiftLeft<7>(hn::PromoteTo(wide, bytes)),
+                                  hn::Set(wide, static_cast<std::int16_t>(0xBFFF)));
+        return hn::PromoteTo(tag, hn::BitCast(halves, bits));
+    }
+#else
+    static constexpr float unit = 1.0F;
+
+    static HWY_INLINE Floats load(const std::uint8_t* from) {
+        const FloatTag tag;
+#if HWY_TARGET == HWY_SCALAR
+        return hn::Set(tag, e4m3ToFloat(*from));
+#else
+        const hn::Rebind<std::uint8_t, FloatTag> narrow;
+        const hn::RebindToUnsigned<FloatTag> wide;
+        const auto bits = hn::PromoteTo(wide, hn::LoadU(narrow, from));
+        const auto magnitude = hn::ShiftLeft<20>(hn::And(bits, hn::Set(wide, 0x7FU)));
+        const auto sign = hn::ShiftLeft<24>(hn::And(bits, hn::Set(wide, 0x80U)));
+        const Floats normal = hn::BitCast(tag, hn::Add(magnitude, hn::Set(wide, 120U << 23)));
+        // Below 2^-6 the exponent is that of 2^-6, without the hidden bit.
+        const Floats least = hn::Set(tag, 0x1p-6F);
+        const Floats subnormal =
+            hn::Sub(hn::BitCast(tag, hn::Add(magnitude, hn::Set(wide, 121U << 23))), least);
+        return hn::Or(hn::IfThenElse(hn::Lt(normal, least), subnormal, normal),
+                      hn::BitCast(tag, sign));
+#endif
+    }
+#endif
+
+    static HWY_INLINE void loadPair(const std::uint8_t* from, Floats& first, Floats& second) {
+        first = load(from);
+        second = load(from + vector_lanes);
+    }
+};
+
+template <>
+struct StoredVectors<NumberFormat::int8> {
+    static constexpr bool interleaved = false;
+    static constexpr float unit = 1.0F;
+
+    static HWY_INLINE Floats load(const std::int8_t* from) {
+        const FloatTag tag;
+        const hn::Rebind<std::int8_t, FloatTag> narrow;
+        const hn::RebindToSigned<FloatTag> wide;
+        return hn::ConvertTo(tag, hn::PromoteTo(wide, hn::LoadU(narrow, from)));
+    }
+
+    static HWY_INLINE void loadPair(const std::int8_t* from, Floats& first, Floats& second) {
         first = load(from);
         second = load(from + vector_lanes);
     }

@@ -3,7 +3,8 @@
 //
 // What a row gets depends on its own tokens alone: a score is one chain of multiply-adds over the
 // head dim and one tree of additions; an output element is one chain over the row's tokens in
-// order. Tiles of rows and tokens only decide what is loaded once.
+// order. Tiles of rows and tokens only decide what is loaded once. The scale of a token's K
+// multiplies the finished score, that of its V the weight, after the weights were summed.
 #if defined(KVGRID_KERNELS_CPU_STRIPE_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef KVGRID_KERNELS_CPU_STRIPE_INL_H_
 #undef KVGRID_KERNELS_CPU_STRIPE_INL_H_
@@ -67,18 +68,18 @@ HWY_NOINLINE void fromVectorOrder(const float* HWY_RESTRICT from, int head_dim, 
         hn::StoreU(hn::Mul(hn::LoadU(tag, from + d), factors), tag, to + d);
 }
 
-// Stored numbers in a cache line.
-inline constexpr int line_elements = 32;
-
-HWY_INLINE const std::uint16_t* elements(const std::byte* row) {
-    return reinterpret_cast<const std::uint16_t*>(row);
+template <NumberFormat format>
+HWY_INLINE const typename Stored<format>::Bits* elements(const std::byte* row) {
+    return reinterpret_cast<const typename Stored<format>::Bits*>(row);
 }
 
 // Asks for the line of element d when d begins one.
+template <NumberFormat format>
 HWY_INLINE void prefetchChunk(const std::byte* row, int d) {
+    constexpr int line_elements = 64 / sizeof(typename Stored<format>::Bits);
     if (chunk_size >= line_elements || d % line_elements == 0)
         for (int i = 0; i < chunk_size; i += line_elements)
-            __builtin_prefetch(elements(row) + d + i);
+            __builtin_prefetch(elements<format>(row) + d + i);
 }
 
 // Scores of `rows` query rows against tile_vectors / rows tokens: scale * q.k into
@@ -97,10 +98,10 @@ HWY_INLINE void scoreTile(const float* HWY_RESTRICT q, const std::byte* const* k
         Floats first[tokens];
         Floats second[tokens];
         for (int t = 0; t < tokens; ++t)
-            StoredVectors<format>::loadPair(elements(keys[t]) + d, first[t], second[t]);
+            StoredVectors<format>::loadPair(elements<format>(keys[t]) + d, first[t], second[t]);
         if constexpr (fetch)
             for (int t = 0; t < tokens; ++t)
-                prefetchChunk(keys[t + ahead], d);
+                prefetchChunk<format>(keys[t + ahead], d);
         for (int r = 0; r < rows; ++r) {
             const Floats q_first = hn::LoadU(tag, q + r * head_dim + d);
             const Floats q_second = hn::LoadU(tag, q + r * head_dim + d + vector_lanes);
@@ -112,8 +113,8 @@ HWY_INLINE void scoreTile(const float* HWY_RESTRICT q, const std::byte* const* k
     }
     if (has_odd_vector && d < head_dim) {
         for (int t = 0; t < tokens; ++t) {
-            const Floats key = StoredVectors<format>::load(elements(keys[t]) + d);
-            if constexpr (fetch) prefetchChunk(keys[t + ahead], d);
+            const Floats key = StoredVectors<format>::load(elements<format>(keys[t]) + d);
+            if constexpr (fetch) prefetchChunk<format>(keys[t + ahead], d);
             for (int r = 0; r < rows; ++r) {
                 Floats& dot = dots[r * tokens + t];
                 dot = hn::MulAdd(key, hn::LoadU(tag, q + r * head_dim + d), dot);
@@ -135,17 +136,17 @@ HWY_INLINE void weighTile(const float* HWY_RESTRICT weights, const std::byte* co
         for (int i = 0; i < vectors; ++i)
             out[r * vectors + i] = hn::LoadU(tag, sums + r * head_dim + d + i * vector_lanes);
     for (int t = begin; t < end; ++t) {
-        const std::uint16_t* const row = elements(values[t]) + d;
+        const auto* const row = elements<format>(values[t]) + d;
         Floats value[vectors];
         if constexpr (vectors == 1) {
             value[0] = StoredVectors<format>::load(row);
-            if constexpr (fetch) prefetchChunk(values[t + ahead], d);
+            if constexpr (fetch) prefetchChunk<format>(values[t + ahead], d);
         } else {
             for (int i = 0; i < vectors; i += 2)
                 StoredVectors<format>::loadPair(row + i * vector_lanes, value[i], value[i + 1]);
             if constexpr (fetch)
                 for (int i = 0; i < vectors; i += 2)
-                    prefetchChunk(values[t + ahead], d + i * vector_lanes);
+                    prefetchChunk<format>(values[t + ahead], d + i * vector_lanes);
         }
         for (int r = 0; r < rows; ++r) {
             const Floats weight = hn::Set(tag, weights[r * AttendScratch::score_stride + t]);
@@ -179,6 +180,15 @@ struct SoftmaxSums {
     float sum;  // of exp(score - top)
 };
 
+// numbers[i] *= factors[i] for i < count, and up to a vector beyond.
+HWY_INLINE void multiply(float* HWY_RESTRICT numbers, const float* HWY_RESTRICT factors,
+                         int count) {
+    const FloatTag tag;
+    for (int i = 0; i < count; i += vector_lanes)
+        hn::StoreU(hn::Mul(hn::LoadU(tag, numbers + i), hn::LoadU(tag, factors + i)), tag,
+                   numbers + i);
+}
+
 // scores[i] = exp(scores[i] - top) for i < count, count >= 1; overwrites up to a vector beyond.
 HWY_NOINLINE SoftmaxSums softmax(float* HWY_RESTRICT scores, int count) {
     const FloatTag tag;
@@ -209,6 +219,10 @@ struct Stripe {
     int head_dim;
     float scale;
     int ahead;  // fetch the row that comes so many rows later; 0: do not
+    // Of its tokens' K and V, where the format has scales; a vector beyond the last one is
+    // readable.
+    const float* key_scales;
+    const float* value_scales;
 };
 
 // Scores of `rows` query rows, from q and scores on, and the stripe's tokens [begin, end).
@@ -306,8 +320,10 @@ HWY_NOINLINE void attendStripe(const Stripe& stripe, const float* q, const int* 
         sum_of[r] = 0.0F;
         lse[r] = empty_lse;
         if (limits[r] == 0) continue;
-        const SoftmaxSums sums =
-            softmax(scratch.scores + r * AttendScratch::score_stride, limits[r]);
+        float* const scores = scratch.scores + r * AttendScratch::score_stride;
+        if constexpr (hasScales(format)) multiply(scores, stripe.key_scales, limits[r]);
+        const SoftmaxSums sums = softmax(scores, limits[r]);
+        if constexpr (hasScales(format)) multiply(scores, stripe.value_scales, limits[r]);
         sum_of[r] = sums.sum;
         lse[r] = sums.top + std::log(sums.sum);
     }
@@ -318,7 +334,7 @@ HWY_NOINLINE void attendStripe(const Stripe& stripe, const float* q, const int* 
                                        std::min(t + token_tile, longest), scratch.sums});
     for (int r = 0; r < rows; ++r)
         fromVectorOrder<format>(scratch.sums + r * stripe.head_dim, stripe.head_dim,
-                                limits[r] == 0 ? 0.0F : 1.0F / sum_of[r],
+                                limits[r] == 0 ? 0.0F : StoredVectors<format>::unit / sum_of[r],
                                 out + r * stripe.head_dim);
 }
 

@@ -29,6 +29,39 @@ float asInput(NumberFormat format, float value) {
     return format == NumberFormat::fp32 ? value : fromBits(format, toBits(format, value));
 }
 
+oracle::Format oracleFormat(NumberFormat format) {
+    switch (format) {
+    case NumberFormat::fp16:
+        return oracle::Format::fp16;
+    case NumberFormat::bf16:
+        return oracle::Format::bf16;
+    case NumberFormat::fp8_e4m3:
+        return oracle::Format::e4m3;
+    case NumberFormat::int8:
+        return oracle::Format::int8;
+    case NumberFormat::fp32:
+        break;
+    }
+    return oracle::Format::fp32;
+}
+
+StoredRow rowByTheOracle(NumberFormat format, const std::vector<float>& numbers) {
+    StoredRow row;
+    if (!hasScales(format)) {
+        for (const float number : numbers)
+            row.bits.push_back(
+                toBits(format, static_cast<float>(oracle::rounded(number, oracleFormat(format)))));
+        return row;
+    }
+    const oracle::ScaledRow scaled = oracle::quantised(numbers, oracleFormat(format));
+    row.scale = fp16FromFloat(static_cast<float>(scaled.scale));
+    for (const double number : scaled.numbers)
+        row.bits.push_back(format == NumberFormat::int8
+                               ? static_cast<std::uint8_t>(static_cast<int>(number))
+                               : e4m3FromFloat(static_cast<float>(number)));
+    return row;
+}
+
 template <typename Traits>
 class AppendTest : public OnDevice<Traits> {
 protected:
@@ -138,14 +171,8 @@ protected:
                     for (int head = 0; head < model.kv_heads; ++head) {
                         const auto numbers =
                             rotatedHead(world, inputs, kind, run.slot, position, head);
-                        const auto format = model.format == NumberFormat::fp16
-                                                ? oracle::Format::fp16
-                                                : oracle::Format::bf16;
-                        for (std::size_t i = 0; i < numbers.size(); ++i)
-                            expected[world.elementAt(run.slot, position, head, static_cast<int>(i),
-                                                     kind)] =
-                                toBits(model.format,
-                                       static_cast<float>(oracle::rounded(numbers[i], format)));
+                        world.put(rowByTheOracle(model.format, numbers), run.slot, position, head,
+                                  kind, expected);
                     }
             }
         EXPECT_TRUE(sameBits(expected, world.downloadPool()));
@@ -176,7 +203,7 @@ TYPED_TEST_SUITE(AppendTest, Devices, DeviceNames);
 
 TYPED_TEST(AppendTest, FormatsDimsAndRotations) {
     for (const NumberFormat input : {NumberFormat::fp32, NumberFormat::fp16, NumberFormat::bf16})
-        for (const NumberFormat stored : {NumberFormat::fp16, NumberFormat::bf16})
+        for (const NumberFormat stored : kv_formats)
             for (const int head_dim : {64, 80, 96, 128, 256})
                 for (const int rotary_dim : {0, 32, head_dim}) {
                     const Model model{
@@ -195,27 +222,29 @@ TYPED_TEST(AppendTest, FormatsDimsAndRotations) {
 }
 
 TYPED_TEST(AppendTest, UnevenRunsInAnyOrder) {
-    const Model model{.query_heads = 3, .kv_heads = 3, .head_dim = 64};
     for (const Layout layout : {Layout::block_major, Layout::layer_major, Layout::contiguous})
-        for (const int block_size : {1, 4, 64}) {
-            const PagedWorld world(*this->device_, model,
-                                   {.block_size = block_size, .layout = layout},
-                                   {{.id = 0, .length = 5},
-                                    {.id = 1, .length = 700},
-                                    {.id = 2, .length = 70},
-                                    {.id = 3, .length = 1}});
-            const Inputs inputs{
-                .format = NumberFormat::bf16,
-                .rotary = {.dim = 64},
-                .runs = {{.slot = 2, .rows = 1, .first_row = 330, .first_position = 69},
-                         {.slot = 1, .rows = 325, .first_row = 3, .first_position = 375},
-                         {.slot = 3, .rows = 1, .first_row = 0, .first_position = 0},
-                         {.slot = 0, .rows = 5, .first_row = 335, .first_position = 0}},
-                .rows = 342};
-            const auto rotated = this->append(world, inputs);
-            this->expectPool(world, inputs);
-            this->expectRotatedQ(world, inputs, rotated);
-        }
+        for (const NumberFormat format : kv_formats)
+            for (const int block_size : {1, 4, 64}) {
+                const Model model{
+                    .format = format, .query_heads = 3, .kv_heads = 3, .head_dim = 64};
+                const PagedWorld world(*this->device_, model,
+                                       {.block_size = block_size, .layout = layout},
+                                       {{.id = 0, .length = 5},
+                                        {.id = 1, .length = 700},
+                                        {.id = 2, .length = 70},
+                                        {.id = 3, .length = 1}});
+                const Inputs inputs{
+                    .format = NumberFormat::bf16,
+                    .rotary = {.dim = 64},
+                    .runs = {{.slot = 2, .rows = 1, .first_row = 330, .first_position = 69},
+                             {.slot = 1, .rows = 325, .first_row = 3, .first_position = 375},
+                             {.slot = 3, .rows = 1, .first_row = 0, .first_position = 0},
+                             {.slot = 0, .rows = 5, .first_row = 335, .first_position = 0}},
+                    .rows = 342};
+                const auto rotated = this->append(world, inputs);
+                this->expectPool(world, inputs);
+                this->expectRotatedQ(world, inputs, rotated);
+            }
 }
 
 // At a million tokens an angle computed in fp32 would be off by 0.06 rad.
@@ -256,6 +285,41 @@ TYPED_TEST(AppendTest, PositionsBehindTheTableAreSkipped) {
     this->expectPool(world, inputs);
 }
 
+// The largest numbers of a row at its ends and in the middle, numbers that are nearly nothing, and
+// rows that no scale holds.
+TYPED_TEST(AppendTest, ScalesFollowTheirRowAlone) {
+    constexpr float inf = std::numeric_limits<float>::infinity();
+    constexpr float nan = std::numeric_limits<float>::quiet_NaN();
+    struct Peak {
+        int element;
+        float value;
+    };
+    const std::vector<Peak> peaks{{0, 3.0F},       {63, -500.0F}, {31, 65504.0F * 127}, {64, 2e9F},
+                                  {127, 3e38F},    {5, inf},      {90, -inf},           {1, nan},
+                                  {70, -0x1p-40F}, {0, 0.0F},     {100, 0x1p-14F}};
+    for (const NumberFormat format : kv_formats)
+        for (const bool quiet : {false, true}) {
+            Model model{.format = format, .query_heads = 1, .kv_heads = 2, .head_dim = 128};
+            model.number = [&peaks, quiet](Kind kind, int, std::int64_t position, int head, int i) {
+                const Peak& peak = peaks[static_cast<std::size_t>(position) % peaks.size()];
+                if (i == peak.element && (kind == Kind::k) == (head == 0)) return peak.value;
+                return quiet ? 0.0F
+                             : hashed(9, kind, 0, static_cast<std::uint64_t>(position),
+                                      static_cast<std::uint64_t>(head),
+                                      static_cast<std::uint64_t>(i));
+            };
+            const auto rows = static_cast<std::int32_t>(peaks.size());
+            const PagedWorld world(*this->device_, model, {.block_size = 4},
+                                   {{.id = 0, .length = rows + 5}});
+            const Inputs inputs{
+                .format = NumberFormat::fp32,
+                .runs = {{.slot = 0, .rows = rows, .first_row = 0, .first_position = 3}},
+                .rows = rows};
+            this->append(world, inputs);
+            this->expectPool(world, inputs);
+        }
+}
+
 TYPED_TEST(AppendTest, WithoutQ) {
     const Model model{.query_heads = 2, .kv_heads = 1, .head_dim = 64};
     const PagedWorld world(*this->device_, model, {}, {{.id = 0, .length = 3}});
@@ -281,44 +345,82 @@ protected:
 };
 TYPED_TEST_SUITE(GatherTest, Devices, DeviceNames);
 
+// What gather must give of a row: its bits, or the row's worth rounded to `as`.
+std::vector<std::byte> gathered(NumberFormat format, const StoredRow& row, NumberFormat as) {
+    if (hasScales(format)) return encoded(as, row.worth);
+    std::vector<std::byte> bytes(2 * row.bits.size());
+    std::memcpy(bytes.data(), row.bits.data(), bytes.size());
+    return bytes;
+}
+
 TYPED_TEST(GatherTest, TokensInOrderAndZerosForWildIds) {
     Device& device = *this->device_;
-    const Model model{
-        .format = NumberFormat::fp16, .query_heads = 3, .kv_heads = 3, .head_dim = 80};
-    for (const Layout layout : {Layout::block_major, Layout::layer_major, Layout::contiguous}) {
-        const std::vector<std::int64_t> absent = layout == Layout::contiguous
-                                                     ? std::vector<std::int64_t>{}
-                                                     : std::vector<std::int64_t>{0, 7};
-        const PagedWorld world(
-            device, model, {.block_size = 16, .layout = layout, .spare_columns = 1},
-            {{.id = 5, .length = 30}, {.id = 6, .length = 200, .absent_blocks = absent}});
-        for (const std::int64_t first : {0, 1, 100}) {
-            const std::int64_t tokens = 200 - first;
-            const auto count = static_cast<std::size_t>(tokens * 3 * 80);
-            const auto k = DeviceArray<std::uint16_t>::poisoned(device, count);
-            const auto v = DeviceArray<std::uint16_t>::poisoned(device, count);
-            device.operations().gather({.slot = 1,
-                                        .first_position = first,
-                                        .tokens = tokens,
-                                        .kv_heads = 3,
-                                        .head_dim = 80,
-                                        .tables = world.tables(),
-                                        .pool = world.pool(),
-                                        .layer = world.layer(),
-                                        .k = k.data(),
-                                        .v = v.data()},
-                                       device.defaultStream());
-            for (const Kind kind : {Kind::k, Kind::v}) {
-                std::vector<std::uint16_t> expected;
-                for (std::int64_t position = first; position < 200; ++position)
-                    for (int i = 0; i < 3 * 80; ++i)
-                        expected.push_back(world.present(1, position)
-                                               ? model.stored(kind, 6, position, i / 80, i % 80)
-                                               : std::uint16_t{0});
-                EXPECT_TRUE(sameBits(expected, (kind == Kind::k ? k : v).download()));
+    struct Formats {
+        NumberFormat stored;
+        NumberFormat given;
+    };
+    for (const auto& [stored, given] : {Formats{NumberFormat::fp16, NumberFormat::fp16},
+                                        Formats{NumberFormat::bf16, NumberFormat::bf16},
+                                        Formats{NumberFormat::fp8_e4m3, NumberFormat::bf16},
+                                        Formats{NumberFormat::fp8_e4m3, NumberFormat::fp32},
+                                        Formats{NumberFormat::int8, NumberFormat::fp16},
+                                        Formats{NumberFormat::int8, NumberFormat::fp32}})
+        for (const Layout layout : {Layout::block_major, Layout::layer_major, Layout::contiguous}) {
+            const Model model{.format = stored, .query_heads = 3, .kv_heads = 3, .head_dim = 80};
+            const std::vector<std::int64_t> absent = layout == Layout::contiguous
+                                                         ? std::vector<std::int64_t>{}
+                                                         : std::vector<std::int64_t>{0, 7};
+            const PagedWorld world(
+                device, model, {.block_size = 16, .layout = layout, .spare_columns = 1},
+                {{.id = 5, .length = 30}, {.id = 6, .length = 200, .absent_blocks = absent}});
+            for (const std::int64_t first : {0, 1, 100}) {
+                const std::int64_t tokens = 200 - first;
+                const std::size_t row_bytes = 80 * bytesPerElement(given);
+                const std::size_t bytes = static_cast<std::size_t>(tokens) * 3 * row_bytes;
+                const auto k = DeviceArray<std::byte>::poisoned(device, bytes);
+                const auto v = DeviceArray<std::byte>::poisoned(device, bytes);
+                device.operations().gather({.slot = 1,
+                                            .first_position = first,
+                                            .tokens = tokens,
+                                            .kv_heads = 3,
+                                            .head_dim = 80,
+                                            .tables = world.tables(),
+                                            .pool = world.pool(),
+                                            .layer = world.layer(),
+                                            .format = given,
+                                            .k = k.data(),
+                                            .v = v.data()},
+                                           device.defaultStream());
+                for (const Kind kind : {Kind::k, Kind::v}) {
+                    std::vector<std::byte> expected;
+                    for (std::int64_t position = first; position < 200; ++position)
+                        for (int head = 0; head < 3; ++head) {
+                            const auto row =
+                                world.present(1, position)
+                                    ? gathered(stored, model.row(kind, 6, position, head), given)
+                                    : std::vector<std::byte>(row_bytes);
+                            expected.insert(expected.end(), row.begin(), row.end());
+                        }
+                    EXPECT_TRUE(sameBits(expected, (kind == Kind::k ? k : v).download()));
+                }
+                k.expectGuardIntact();
+                v.expectGuardIntact();
             }
         }
-    }
+}
+
+// A pool without scales is read as it is, or not at all.
+TYPED_TEST(GatherTest, AnotherFormatIsRefused) {
+    const Model model{.format = NumberFormat::fp16, .head_dim = 64};
+    const PagedWorld world(*this->device_, model, {}, {{.id = 0, .length = 1}});
+    EXPECT_THROW(this->device_->operations().gather({.tokens = 1,
+                                                     .kv_heads = 2,
+                                                     .head_dim = 64,
+                                                     .tables = world.tables(),
+                                                     .pool = world.pool(),
+                                                     .format = NumberFormat::fp32},
+                                                    this->device_->defaultStream()),
+                 Error);
 }
 
 }  // namespace

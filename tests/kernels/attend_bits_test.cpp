@@ -20,30 +20,31 @@ const Runs two_runs{{.slot = 0, .rows = 1, .first_row = 0, .first_position = 133
                     {.slot = 1, .rows = 30, .first_row = 1, .first_position = 500}};
 
 TYPED_TEST(AttendBitsTest, BlockSizesLayoutsAndTables) {
-    const States expected =
-        attend(PagedWorld(*this->device_, this->model_, {}, two_sequences), two_runs);
-    for (int block_size = 1; block_size <= 256; block_size *= 2)
-        EXPECT_TRUE(sameBits(expected, attend(PagedWorld(*this->device_, this->model_,
-                                                         {.block_size = block_size}, two_sequences),
-                                              two_runs)))
-            << "block size " << block_size;
-    for (const Layout layout : {Layout::block_major, Layout::layer_major, Layout::contiguous})
-        for (const unsigned permutation : {0U, 7U, 8U})
-            EXPECT_TRUE(sameBits(expected, attend(PagedWorld(*this->device_, this->model_,
-                                                             {.block_size = 32,
-                                                              .layout = layout,
-                                                              .layers = 3,
-                                                              .layer = 2,
-                                                              .permutation = permutation,
-                                                              .spare_blocks = 11,
-                                                              .spare_columns = 9},
-                                                             two_sequences),
-                                                  two_runs)))
-                << "layout " << static_cast<int>(layout) << " permutation " << permutation;
+    for (const NumberFormat format : attendedFormats(*this->device_)) {
+        Model model = this->model_;
+        model.format = format;
+        const auto attended = [&](const Placement& placement) {
+            return attend(PagedWorld(*this->device_, model, placement, two_sequences), two_runs);
+        };
+        const States expected = attended({});
+        for (int block_size = 1; block_size <= 256; block_size *= 2)
+            EXPECT_TRUE(sameBits(expected, attended({.block_size = block_size})))
+                << "block size " << block_size;
+        for (const Layout layout : {Layout::block_major, Layout::layer_major, Layout::contiguous})
+            for (const unsigned permutation : {0U, 7U, 8U})
+                EXPECT_TRUE(sameBits(expected, attended({.block_size = 32,
+                                                         .layout = layout,
+                                                         .layers = 3,
+                                                         .layer = 2,
+                                                         .permutation = permutation,
+                                                         .spare_blocks = 11,
+                                                         .spare_columns = 9})))
+                    << "layout " << static_cast<int>(layout) << " permutation " << permutation;
+    }
 }
 
 TYPED_TEST(AttendBitsTest, Threads) {
-    for (const NumberFormat format : {NumberFormat::bf16, NumberFormat::fp16})
+    for (const NumberFormat format : attendedFormats(*this->device_))
         for (const int head_dim : {64, 80, 128}) {
             const Model model{
                 .format = format, .query_heads = 4, .kv_heads = 2, .head_dim = head_dim};
@@ -101,19 +102,21 @@ TYPED_TEST(AttendBitsTest, MoreThreadsThanTheWorkspaceHasParts) {
 // A row's bits do not depend on the rows beside it: one call with many tokens equals one call a
 // token.
 TYPED_TEST(AttendBitsTest, SeveralTokensEqualOneByOne) {
-    for (const int group : {1, 2, 3, 4, 5, 9, 71}) {
-        const Model model{.query_heads = group, .kv_heads = 1, .head_dim = 64};
-        const PagedWorld world(*this->device_, model, {.block_size = 16},
-                               {{.id = 0, .length = 560}});
-        const States together =
-            attend(world, {{.slot = 0, .rows = 150, .first_row = 0, .first_position = 410}});
-        for (std::int64_t row = 0; row < 150; row += group < 8 ? 1 : 13)
-            EXPECT_TRUE(sameBits(
-                rowsOf(together, model, row, 1),
-                attend(world,
-                       {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 410 + row}})))
-                << "group " << group << " row " << row;
-    }
+    for (const NumberFormat format : attendedFormats(*this->device_))
+        for (const int group : {1, 2, 3, 4, 5, 9, 71}) {
+            const Model model{
+                .format = format, .query_heads = group, .kv_heads = 1, .head_dim = 64};
+            const PagedWorld world(*this->device_, model, {.block_size = 16},
+                                   {{.id = 0, .length = 560}});
+            const States together =
+                attend(world, {{.slot = 0, .rows = 150, .first_row = 0, .first_position = 410}});
+            for (std::int64_t row = 0; row < 150; row += group < 8 ? 1 : 13)
+                EXPECT_TRUE(sameBits(
+                    rowsOf(together, model, row, 1),
+                    attend(world,
+                           {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 410 + row}})))
+                    << "group " << group << " row " << row;
+        }
 }
 
 // Query heads of a group and KV heads are computed as if each were alone.
@@ -139,16 +142,20 @@ TYPED_TEST(AttendBitsTest, HeadsAreIndependent) {
 
 // The same tokens absent, in blocks of different sizes.
 TYPED_TEST(AttendBitsTest, AbsentTokens) {
-    const Model& model = this->model_;
     const Runs runs{{.slot = 0, .rows = 20, .first_row = 0, .first_position = 600}};
-    const States coarse = attend(PagedWorld(*this->device_, model, {.block_size = 64},
-                                            {{.id = 0, .length = 620, .absent_blocks = {1, 4}}}),
-                                 runs);
-    const States fine = attend(
-        PagedWorld(*this->device_, model, {.block_size = 16},
-                   {{.id = 0, .length = 620, .absent_blocks = {4, 5, 6, 7, 16, 17, 18, 19}}}),
-        runs);
-    EXPECT_TRUE(sameBits(coarse, fine));
+    for (const NumberFormat format : attendedFormats(*this->device_)) {
+        Model model = this->model_;
+        model.format = format;
+        const States coarse =
+            attend(PagedWorld(*this->device_, model, {.block_size = 64},
+                              {{.id = 0, .length = 620, .absent_blocks = {1, 4}}}),
+                   runs);
+        const States fine = attend(
+            PagedWorld(*this->device_, model, {.block_size = 16},
+                       {{.id = 0, .length = 620, .absent_blocks = {4, 5, 6, 7, 16, 17, 18, 19}}}),
+            runs);
+        EXPECT_TRUE(sameBits(coarse, fine));
+    }
 }
 
 // One state, with the merge of attention_state.h applied number by number.

@@ -30,7 +30,7 @@ protected:
 TYPED_TEST_SUITE(AttendTest, Devices, DeviceNames);
 
 TYPED_TEST(AttendTest, HeadDimsAndFormats) {
-    for (const NumberFormat format : {NumberFormat::bf16, NumberFormat::fp16})
+    for (const NumberFormat format : attendedFormats(*this->device_))
         for (const int head_dim : {64, 80, 96, 128, 256})
             this->checkDecode(
                 {.format = format, .query_heads = 8, .kv_heads = 2, .head_dim = head_dim}, {},
@@ -70,15 +70,19 @@ TYPED_TEST(AttendTest, SeveralTokensAreCausal) {
 // vllm#57156: unused blocks and tails are NaN in every test here; this one has nothing else around
 // a single valid token.
 TYPED_TEST(AttendTest, OneValidTokenAmongNan) {
-    const Model model{.query_heads = 4, .kv_heads = 2, .head_dim = 96};
-    const PagedWorld world(*this->device_, model, {.block_size = 256, .spare_blocks = 5},
-                           {{.id = 0, .length = 1}});
-    const States states =
-        attend(world, {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 0}});
-    for (int head = 0; head < 4; ++head)
-        for (int element = 0; element < 96; ++element)
-            EXPECT_EQ(states.out[static_cast<std::size_t>(head * 96 + element)],
-                      fromBits(model.format, model.stored(Kind::v, 0, 0, head / 2, element)));
+    for (const NumberFormat format : attendedFormats(*this->device_)) {
+        const Model model{.format = format, .query_heads = 4, .kv_heads = 2, .head_dim = 96};
+        const PagedWorld world(*this->device_, model, {.block_size = 256, .spare_blocks = 5},
+                               {{.id = 0, .length = 1}});
+        const States states =
+            attend(world, {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 0}});
+        for (int head = 0; head < 4; ++head) {
+            const StoredRow row = model.row(Kind::v, 0, 0, head / 2);
+            for (std::size_t element = 0; element < 96; ++element)
+                EXPECT_EQ(states.out[static_cast<std::size_t>(head) * 96 + element],
+                          row.worth[element]);
+        }
+    }
 }
 
 // flashinfer#4450, #4267: a finite stand-in for minus infinity gives zeros. All scores are equal,
@@ -132,40 +136,85 @@ TYPED_TEST(AttendTest, OneTokenDominates) {
 
 // Input that is not finite shows in the output instead of dropping out of the sum.
 TYPED_TEST(AttendTest, NanInAValidTokenIsNotHidden) {
-    Model model{.query_heads = 2, .kv_heads = 1, .head_dim = 64};
-    for (const Kind poisoned : {Kind::k, Kind::v}) {
-        model.number = [poisoned](Kind kind, int, std::int64_t position, int, int element) {
-            if (kind == poisoned && position == 7 && element == 3)
-                return std::numeric_limits<float>::quiet_NaN();
-            return hashed(6, kind, 0, static_cast<std::uint64_t>(position), 0,
-                          static_cast<std::uint64_t>(element));
+    for (const NumberFormat format : attendedFormats(*this->device_))
+        for (const Kind poisoned : {Kind::k, Kind::v}) {
+            Model model{.format = format, .query_heads = 2, .kv_heads = 1, .head_dim = 64};
+            model.number = [poisoned](Kind kind, int, std::int64_t position, int, int element) {
+                if (kind == poisoned && position == 7 && element == 3)
+                    return std::numeric_limits<float>::quiet_NaN();
+                return hashed(6, kind, 0, static_cast<std::uint64_t>(position), 0,
+                              static_cast<std::uint64_t>(element));
+            };
+            const PagedWorld world(*this->device_, model, {}, {{.id = 0, .length = 300}});
+            const States states =
+                attend(world, {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 299}});
+            EXPECT_TRUE(std::isnan(states.out[3]));
+            // A row before it does not see it.
+            const States before =
+                attend(world, {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 6}});
+            expectOracle(world, before, 0, 0, 6);
+        }
+}
+
+// A row too large for its scale is NaN, wherever q points; so is one with an infinity.
+TYPED_TEST(AttendTest, RowsThatNoScaleHoldsAreNotHidden) {
+    for (const NumberFormat format : attendedFormats(*this->device_)) {
+        if (!hasScales(format)) continue;
+        for (const Kind broken : {Kind::k, Kind::v})
+            for (const float value : {3e38F, -3e38F, std::numeric_limits<float>::infinity(),
+                                      -std::numeric_limits<float>::infinity()}) {
+                Model model{.format = format, .query_heads = 2, .kv_heads = 1, .head_dim = 64};
+                model.number = [=](Kind kind, int, std::int64_t position, int, int element) {
+                    if (kind == broken && position == 7 && element == 3) return value;
+                    return kind == Kind::q
+                               ? 1.0F
+                               : hashed(6, kind, 0, static_cast<std::uint64_t>(position), 0,
+                                        static_cast<std::uint64_t>(element));
+                };
+                const PagedWorld world(*this->device_, model, {}, {{.id = 0, .length = 300}});
+                const States states =
+                    attend(world, {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 299}});
+                for (const float number : states.out)
+                    EXPECT_TRUE(std::isnan(number));
+            }
+    }
+}
+
+// TensorRT-LLM#16916: scales far from 1, another one for each row.
+TYPED_TEST(AttendTest, ScalesFarApart) {
+    for (const NumberFormat format : attendedFormats(*this->device_)) {
+        if (!hasScales(format)) continue;
+        Model model{.format = format, .query_heads = 6, .kv_heads = 2, .head_dim = 128};
+        model.number = [](Kind kind, int id, std::int64_t position, int head, int element) {
+            const float value = hashed(
+                7, kind, static_cast<std::uint64_t>(id), static_cast<std::uint64_t>(position),
+                static_cast<std::uint64_t>(head), static_cast<std::uint64_t>(element));
+            if (kind == Kind::q) return value;
+            return std::ldexp(value, static_cast<int>((position * 7 + head * 3) % 11) -
+                                         (kind == Kind::k ? 8 : 5));
         };
-        const PagedWorld world(*this->device_, model, {}, {{.id = 0, .length = 300}});
-        const States states =
-            attend(world, {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 299}});
-        EXPECT_TRUE(std::isnan(states.out[3]));
-        // A row before it does not see it.
-        const States before =
-            attend(world, {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 6}});
-        expectOracle(world, before, 0, 0, 6);
+        this->checkDecode(model, {.block_size = 16}, {5, 300, 1000});
     }
 }
 
 // vllm#41623 and others: ids that point nowhere are as if their tokens did not exist.
 TYPED_TEST(AttendTest, BlockIdsOutOfRangeAreAbsent) {
-    const Model model{.query_heads = 4, .kv_heads = 2, .head_dim = 64};
-    const PagedWorld world(*this->device_, model, {.block_size = 16},
-                           {{.id = 0, .length = 1000, .absent_blocks = {0, 5, 16, 17, 18, 40, 62}},
-                            {.id = 1, .length = 40, .absent_blocks = {2}}});
-    const States states =
-        attend(world, {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 999},
-                       {.slot = 1, .rows = 40, .first_row = 1, .first_position = 0},
-                       {.slot = 0, .rows = 30, .first_row = 41, .first_position = 250}});
-    expectOracle(world, states, 0, 0, 999);
-    for (std::int64_t row = 0; row < 40; ++row)
-        expectOracle(world, states, 1 + row, 1, row);
-    for (std::int64_t row = 0; row < 30; ++row)
-        expectOracle(world, states, 41 + row, 0, 250 + row);
+    for (const NumberFormat format : attendedFormats(*this->device_)) {
+        const Model model{.format = format, .query_heads = 4, .kv_heads = 2, .head_dim = 64};
+        const PagedWorld world(
+            *this->device_, model, {.block_size = 16},
+            {{.id = 0, .length = 1000, .absent_blocks = {0, 5, 16, 17, 18, 40, 62}},
+             {.id = 1, .length = 40, .absent_blocks = {2}}});
+        const States states =
+            attend(world, {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 999},
+                           {.slot = 1, .rows = 40, .first_row = 1, .first_position = 0},
+                           {.slot = 0, .rows = 30, .first_row = 41, .first_position = 250}});
+        expectOracle(world, states, 0, 0, 999);
+        for (std::int64_t row = 0; row < 40; ++row)
+            expectOracle(world, states, 1 + row, 1, row);
+        for (std::int64_t row = 0; row < 30; ++row)
+            expectOracle(world, states, 41 + row, 0, 250 + row);
+    }
 }
 
 void expectEmpty(const States& states) {

@@ -267,6 +267,7 @@ TEST_F(CudaDeviceTest, EveryOperationCanBeCaptured) {
                        .tables = world.tables(),
                        .pool = world.pool(),
                        .layer = world.layer(),
+                       .format = model.format,
                        .k = gathered.data(),
                        .v = gathered.data() + 200 * 2 * 64},
                       view);

@@ -120,6 +120,16 @@ protected:
     std::unique_ptr<Device> device_ = Traits::make();
 };
 
+// The formats of K and V that every device stores.
+inline constexpr NumberFormat kv_formats[] = {NumberFormat::bf16, NumberFormat::fp16,
+                                              NumberFormat::fp8_e4m3, NumberFormat::int8};
+
+// Those of them that the device attends.
+[[nodiscard]] inline std::vector<NumberFormat> attendedFormats(const Device& device) {
+    if (device.kind() == DeviceKind::cuda) return {NumberFormat::bf16, NumberFormat::fp16};
+    return {std::begin(kv_formats), std::end(kv_formats)};
+}
+
 // How far attend may be from the oracle, ||x - reference|| / ||reference||: the bounds
 // for fp32 output on the CPU, and on CUDA, where products have 16-bit operands, for output in the
 // format of K and V.

@@ -48,6 +48,31 @@ TEST(OracleTest, LargeScoresDoNotOverflow) {
     EXPECT_NEAR(negative.lse, -1e6 + std::numbers::ln2, 1e-9);
 }
 
+TEST(OracleTest, QuantisedByHand) {
+    EXPECT_EQ(rounded(17.0, Format::e4m3), 16.0);  // a tie, to even
+    EXPECT_EQ(rounded(19.0, Format::e4m3), 20.0);  // likewise
+    EXPECT_EQ(rounded(0x1p-10, Format::e4m3), 0.0);
+    EXPECT_EQ(rounded(0x1.8p-9, Format::e4m3), 0x1p-8);
+    EXPECT_EQ(rounded(464.0, Format::e4m3), 448.0);
+    EXPECT_TRUE(std::isnan(rounded(465.0, Format::e4m3)));
+    EXPECT_EQ(rounded(-2.5, Format::int8), -2.0);
+
+    const ScaledRow even = quantised(std::vector<float>{-254.0F, 3.0F, 0.9F}, Format::int8);
+    EXPECT_EQ(even.scale, 2.0);
+    EXPECT_EQ(even.numbers, (std::vector<double>{-127.0, 2.0, 0.0}));
+    EXPECT_EQ(even.worth(0), -254.0);
+    // 1 / 448 is 1170.3 x 2^-19, of which fp16 holds the integers.
+    const ScaledRow up = quantised(std::vector<float>{1.0F, 0.0F}, Format::e4m3);
+    EXPECT_EQ(up.scale, 1171 * 0x1p-19);
+    EXPECT_EQ(up.numbers[0], 448.0);
+    EXPECT_EQ(quantised(std::vector<float>{0.0F, -0.0F}, Format::int8).scale, 0x1p-24);
+    EXPECT_EQ(quantised(std::vector<float>{1e30F}, Format::e4m3).scale, infinity);
+    EXPECT_TRUE(std::isnan(quantised(std::vector<float>{1e30F, 1.0F}, Format::e4m3).worth(1)));
+    const ScaledRow broken = quantised(std::vector<float>{1.0F, std::nanf(""), 2.0F}, Format::int8);
+    EXPECT_TRUE(std::isnan(broken.scale));
+    EXPECT_EQ(broken.numbers, (std::vector<double>{0.0, 0.0, 0.0}));
+}
+
 TEST(OracleTest, RoundedByHand) {
     EXPECT_EQ(rounded(1.0 + 0x1p-11, Format::fp16), 1.0);               // a tie, to even
     EXPECT_EQ(rounded(1.0 + 3 * 0x1p-11, Format::fp16), 1.0 + 0x1p-9);  // a tie, to even

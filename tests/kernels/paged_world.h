@@ -43,6 +43,40 @@ inline float fromBits(NumberFormat format, std::uint16_t bits) {
     return format == NumberFormat::fp16 ? fp16ToFloat(bits) : bf16ToFloat(bits);
 }
 
+// K or V of one token and KV head as the pool holds it.
+struct StoredRow {
+    std::vector<std::uint16_t> bits;  // of each element; of formats with scales the low 8 count
+    std::uint16_t scale = 0;          // bits of fp16, where the format has scales
+    std::vector<float> worth;         // what the elements stand for
+};
+
+template <NumberFormat format>
+StoredRow scaledRow(const std::vector<float>& values) {
+    std::uint32_t amax_bits = 0;
+    for (const float value : values)
+        amax_bits = std::max(amax_bits, magnitudeBits(value));
+    StoredRow row;
+    row.scale = scaleFor(amax_bits, Stored<format>::largest);
+    const float scale = fp16ToFloat(row.scale);
+    for (const float value : values) {
+        const auto bits = quantised<format>(value, scale);
+        row.bits.push_back(static_cast<std::uint8_t>(bits));
+        row.worth.push_back(Stored<format>::toFloat(bits) * scale);
+    }
+    return row;
+}
+
+inline StoredRow storedRow(NumberFormat format, const std::vector<float>& values) {
+    if (format == NumberFormat::fp8_e4m3) return scaledRow<NumberFormat::fp8_e4m3>(values);
+    if (format == NumberFormat::int8) return scaledRow<NumberFormat::int8>(values);
+    StoredRow row;
+    for (const float value : values) {
+        row.bits.push_back(toBits(format, value));
+        row.worth.push_back(fromBits(format, row.bits.back()));
+    }
+    return row;
+}
+
 struct Model {
     NumberFormat format = NumberFormat::bf16;
     int query_heads = 4;
@@ -65,6 +99,13 @@ struct Model {
                       static_cast<std::uint64_t>(position), static_cast<std::uint64_t>(head),
                       static_cast<std::uint64_t>(element));
     }
+    [[nodiscard]] StoredRow row(Kind kind, int sequence, std::int64_t position, int head) const {
+        std::vector<float> values;
+        for (int element = 0; element < head_dim; ++element)
+            values.push_back(value(kind, sequence, position, head, element));
+        return storedRow(format, values);
+    }
+    // One element of a 16-bit format.
     [[nodiscard]] std::uint16_t stored(Kind kind, int sequence, std::int64_t position, int head,
                                        int element) const {
         return toBits(format, value(kind, sequence, position, head, element));
@@ -101,22 +142,29 @@ inline std::int32_t wildId(std::int64_t i, std::int64_t max_num_blocks) {
 // The byte strides of a layout, written here from its definition.
 inline PoolView strides(const Model& model, const Placement& placement, std::int64_t block_size,
                         std::int64_t blocks) {
-    const std::int64_t row = std::int64_t{2} * model.head_dim;
+    const bool low_bit = hasScales(model.format);
+    const std::int64_t row = std::int64_t{low_bit ? 1 : 2} * model.head_dim;
+    const std::int64_t scales = low_bit ? (2 * block_size + 15) / 16 * 16 : 0;
     PoolView pool;
     pool.max_num_blocks = blocks;
     pool.block_size = block_size;
     pool.format = model.format;
-    if (placement.layout ==
-        Layout::layer_major) {  // [K, V][layer][block][token][KV head][head_dim]
+    if (placement.layout == Layout::layer_major) {
+        // [K, V][layer][block]: [token][KV head][head_dim], [KV head][token] scales
         pool.head_stride = row;
         pool.token_stride = row * model.kv_heads;
-        pool.block_stride = pool.token_stride * block_size;
+        pool.scale_offset = pool.token_stride * block_size;
+        pool.scale_head_stride = scales;
+        pool.block_stride = pool.scale_offset + scales * model.kv_heads;
         pool.layer_stride = pool.block_stride * blocks;
         pool.value_offset = pool.layer_stride * placement.layers;
-    } else {  // [block][layer][KV head][K, V][token][head_dim]
+    } else {
+        // [block][layer][KV head][K, V]: [token][head_dim], [token] scales
         pool.token_stride = row;
-        pool.value_offset = row * block_size;
+        pool.scale_offset = row * block_size;
+        pool.value_offset = pool.scale_offset + scales;
         pool.head_stride = 2 * pool.value_offset;
+        pool.scale_head_stride = pool.head_stride;
         pool.layer_stride = pool.head_stride * model.kv_heads;
         pool.block_stride = pool.layer_stride * placement.layers;
     }
@@ -132,13 +180,13 @@ public:
           sequences_(std::move(sequences)) {
         layOut(placement);
         pool_.data = nullptr;
-        image_.assign(static_cast<std::size_t>(bytes_ / 2), 0xFFFF);
+        image_.assign(static_cast<std::size_t>(bytes_), std::byte{0xFF});
         for (std::size_t slot = 0; slot < sequences_.size(); ++slot)
             for (std::int64_t position = sequences_[slot].first; position < sequences_[slot].length;
                  ++position)
                 if (present(slot, position)) writeToken(static_cast<int>(slot), position);
-        pool_memory_.push_back(DeviceArray<std::uint16_t>::of(device, image_));
-        pool_.data = reinterpret_cast<std::byte*>(pool_memory_.back().data());
+        pool_memory_.push_back(DeviceArray<std::byte>::of(device, image_));
+        pool_.data = pool_memory_.back().data();
         table_memory_.push_back(DeviceArray<std::int32_t>::of(device, table_));
     }
 
@@ -148,10 +196,8 @@ public:
     [[nodiscard]] std::int64_t layer() const { return layer_; }
     [[nodiscard]] BlockTableView tables() const { return {table_memory_[0].data(), columns_}; }
     [[nodiscard]] const std::vector<Sequence>& sequences() const { return sequences_; }
-    [[nodiscard]] std::vector<std::uint16_t> image() const { return image_; }
-    [[nodiscard]] std::vector<std::uint16_t> downloadPool() const {
-        return pool_memory_[0].download();
-    }
+    [[nodiscard]] const std::vector<std::byte>& image() const { return image_; }
+    [[nodiscard]] std::vector<std::byte> downloadPool() const { return pool_memory_[0].download(); }
 
     [[nodiscard]] bool present(std::size_t slot, std::int64_t position) const {
         const auto& absent = sequences_[slot].absent_blocks;
@@ -159,17 +205,25 @@ public:
                std::find(absent.begin(), absent.end(), position / pool_.block_size) == absent.end();
     }
 
-    // Where an element lies in image(); `kind` k or v.
-    [[nodiscard]] std::size_t elementAt(int slot, std::int64_t position, int head, int element,
-                                        Kind kind) const {
+    // Puts a token's K or V into an image of the pool, as the device keeps it.
+    void put(const StoredRow& row, int slot, std::int64_t position, int head, Kind kind,
+             std::vector<std::byte>& image) const {
         const std::int64_t block =
             table_[static_cast<std::size_t>(slot * columns_ + position / pool_.block_size)];
-        const std::int64_t byte = layer_ * pool_.layer_stride + block * pool_.block_stride +
-                                  head * pool_.head_stride +
-                                  position % pool_.block_size * pool_.token_stride +
-                                  (kind == Kind::v ? pool_.value_offset : 0);
-        return static_cast<std::size_t>(
-            byte / 2 + storedElement(*device_, position, element, model_.head_dim, model_.format));
+        const std::int64_t within = position % pool_.block_size;
+        const std::int64_t start = layer_ * pool_.layer_stride + block * pool_.block_stride +
+                                   (kind == Kind::v ? pool_.value_offset : 0);
+        const std::size_t width = bytesPerElement(model_.format);
+        std::byte* const to =
+            image.data() + start + head * pool_.head_stride + within * pool_.token_stride;
+        for (int i = 0; i < model_.head_dim; ++i)
+            std::memcpy(to + width * static_cast<std::size_t>(storedElement(
+                                         *device_, position, i, model_.head_dim, model_.format)),
+                        &row.bits[static_cast<std::size_t>(i)], width);
+        if (hasScales(model_.format))
+            std::memcpy(image.data() + start + pool_.scale_offset + head * pool_.scale_head_stride +
+                            2 * within,
+                        &row.scale, 2);
     }
 
     // Leaves only one logical block of a sequence in its table; the others get ids out of range.
@@ -196,8 +250,8 @@ private:
         const std::int64_t blocks = used + placement.spare_blocks;
         pool_ = strides(model_, placement, block_size, blocks);
         layer_ = placement.layer;
-        bytes_ = 2 * std::int64_t{2} * model_.head_dim * model_.kv_heads * block_size * blocks *
-                 placement.layers;
+        bytes_ = placement.layout == Layout::layer_major ? 2 * pool_.value_offset
+                                                         : pool_.block_stride * blocks;
         columns_ = (longest + block_size - 1) / block_size + placement.spare_columns;
 
         std::vector<std::int32_t> ids(static_cast<std::size_t>(blocks));
@@ -223,9 +277,7 @@ private:
         const int id = sequences_[static_cast<std::size_t>(slot)].id;
         for (const Kind kind : {Kind::k, Kind::v})
             for (int head = 0; head < model_.kv_heads; ++head)
-                for (int element = 0; element < model_.head_dim; ++element)
-                    image_[elementAt(slot, position, head, element, kind)] =
-                        model_.stored(kind, id, position, head, element);
+                put(model_.row(kind, id, position, head), slot, position, head, kind, image_);
     }
 
     Device* device_;
@@ -236,9 +288,9 @@ private:
     std::int64_t bytes_ = 0;
     std::int64_t columns_ = 0;
     std::vector<std::int32_t> table_;
-    std::vector<std::uint16_t> image_;
+    std::vector<std::byte> image_;
     // Vectors because a DeviceArray has no empty state.
-    std::vector<DeviceArray<std::uint16_t>> pool_memory_;
+    std::vector<DeviceArray<std::byte>> pool_memory_;
     std::vector<DeviceArray<std::int32_t>> table_memory_;
 };
 
@@ -335,10 +387,10 @@ inline oracle::State oracleState(const PagedWorld& world, int slot, std::int64_t
     for (std::int64_t token = 0; token <= position; ++token) {
         if (!world.present(static_cast<std::size_t>(slot), token) || (sees && !sees(token)))
             continue;
-        for (int element = 0; element < model.head_dim; ++element) {
-            k.push_back(fromBits(model.format, model.stored(Kind::k, id, token, kv_head, element)));
-            v.push_back(fromBits(model.format, model.stored(Kind::v, id, token, kv_head, element)));
-        }
+        const StoredRow key = model.row(Kind::k, id, token, kv_head);
+        const StoredRow value = model.row(Kind::v, id, token, kv_head);
+        k.insert(k.end(), key.worth.begin(), key.worth.end());
+        v.insert(v.end(), value.worth.begin(), value.worth.end());
     }
     return oracle::attention(q, k, v, static_cast<double>(model.softmaxScale()));
 }

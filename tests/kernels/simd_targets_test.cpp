@@ -29,7 +29,7 @@ TEST_F(SimdTargetsTest, EachIsRight) {
         SCOPED_TRACE(device_->description());
         EXPECT_NE(device_->description().find(hwy::TargetName(target)), std::string::npos);
         ++targets;
-        for (const NumberFormat format : {NumberFormat::bf16, NumberFormat::fp16})
+        for (const NumberFormat format : kv_formats)
             for (const int head_dim : {64, 80, 96, 128, 256})
                 for (const int group : {1, 2, 4, 7}) {
                     const Model model{.format = format,
@@ -74,6 +74,36 @@ TEST_F(SimdTargetsTest, Fp16SubnormalsAndSpecials) {
             else
                 EXPECT_EQ(states.out[5], expected);
         }
+    }
+}
+
+// Every number of the low-bit formats; the row's largest one makes the scale 1.
+TEST_F(SimdTargetsTest, EveryLowBitNumber) {
+    for (const std::int64_t target : hwy::SupportedAndGeneratedTargets()) {
+        choose(target);
+        SCOPED_TRACE(device_->description());
+        for (const NumberFormat format : {NumberFormat::fp8_e4m3, NumberFormat::int8})
+            for (int first = 0; first < 256; first += 64) {
+                const auto number = [format, first](int element) {
+                    const auto bits = static_cast<std::uint8_t>(first + element);
+                    if (format == NumberFormat::int8)
+                        return std::max(-127.0F,
+                                        static_cast<float>(static_cast<std::int8_t>(bits)));
+                    const float value = e4m3ToFloat(bits);
+                    return std::isnan(value) ? 0.0F : value;
+                };
+                Model model{.format = format, .query_heads = 1, .kv_heads = 1, .head_dim = 80};
+                model.number = [&number, format](Kind kind, int, std::int64_t, int, int element) {
+                    if (kind != Kind::v) return 0.0F;
+                    if (element < 64) return number(element);
+                    return format == NumberFormat::int8 ? 127.0F : 448.0F;
+                };
+                const PagedWorld world(*device_, model, {}, {{.id = 0, .length = 1}});
+                const States states =
+                    attend(world, {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 0}});
+                for (int element = 0; element < 64; ++element)
+                    EXPECT_EQ(states.out[static_cast<std::size_t>(element)], number(element));
+            }
     }
 }
 
