@@ -59,8 +59,9 @@ void gatherTokens(const GatherParams& params, std::int64_t begin, std::int64_t e
 }  // namespace
 
 void gather(const GatherParams& params, StreamView stream) {
-    if (!hasScales(params.pool.format) && params.format != params.pool.format)
-        throw Error(ErrorCode::internal, "gather: the format is not the pool's");
+    const bool scaled = hasScales(params.pool.format);
+    if (scaled ? hasScales(params.format) : params.format != params.pool.format)
+        throw Error(ErrorCode::internal, "gather: another format than the pool's");
     if (params.head_dim > max_row)
         throw Error(ErrorCode::internal, "gather: head dim " + std::to_string(params.head_dim));
     const std::int64_t tasks = (params.tokens + tokens_per_task - 1) / tokens_per_task;

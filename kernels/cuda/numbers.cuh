@@ -8,7 +8,7 @@
 
 namespace kvgrid::cuda {
 
-// Numbers that lie side by side, count 1 or 4; aligned to their size.
+// Numbers that lie side by side, count a power of two; aligned to their size.
 template <typename T, int count>
 struct alignas(sizeof(T) * count) Pack {
     T values[count];
@@ -42,6 +42,28 @@ __device__ __forceinline__ void storeNumbers(NumberFormat format, void* base, st
         bits.values[i] = format == NumberFormat::fp16 ? fp16FromFloat(numbers.values[i])
                                                       : bf16FromFloat(numbers.values[i]);
     *reinterpret_cast<Pack<std::uint16_t, count>*>(static_cast<std::uint16_t*>(base) + at) = bits;
+}
+
+// The same where the format has scales. Its numbers of a row with the scale `scale`.
+template <int count>
+__device__ __forceinline__ void storeQuantised(NumberFormat format, void* base, std::int64_t at,
+                                               const Pack<float, count>& numbers, float scale) {
+    Pack<std::uint8_t, count> bits;
+#pragma unroll
+    for (int i = 0; i < count; ++i)
+        bits.values[i] = format == NumberFormat::fp8_e4m3
+                             ? quantised<NumberFormat::fp8_e4m3>(numbers.values[i], scale)
+                             : static_cast<std::uint8_t>(
+                                   quantised<NumberFormat::int8>(numbers.values[i], scale));
+    *reinterpret_cast<Pack<std::uint8_t, count>*>(static_cast<std::uint8_t*>(base) + at) = bits;
+}
+
+// What a stored number of a row with that scale is worth.
+__device__ __forceinline__ float dequantised(NumberFormat format, std::uint8_t bits, float scale) {
+    const float number = format == NumberFormat::fp8_e4m3
+                             ? e4m3ToFloat(bits)
+                             : Stored<NumberFormat::int8>::toFloat(static_cast<std::int8_t>(bits));
+    return exact::product(number, scale);
 }
 
 }  // namespace kvgrid::cuda
