@@ -55,25 +55,28 @@ std::string scientific(const Cell& cell) {
     return value == nullptr ? plain(cell) : fmt::format("{:.1e}", *value);
 }
 
-std::vector<Column> columns() {
-    return {{"context_tokens", "context", "longest"},
-            {"mean_context_tokens", "context", "mean", whole},
-            {"append_p50_us", "append", "p50 us", microseconds, 7},
-            {"append_p99_us", "append", "p99 us", microseconds, 7},
-            {"attend_p50_us", "attend", "p50 us", microseconds, 7},
-            {"attend_p99_us", "attend", "p99 us", microseconds, 7},
-            {"join_p50_us", "join", "p50 us", microseconds, 7},
-            {"join_p99_us", "join", "p99 us", microseconds, 7},
-            {"other_p50_us", "other", "p50 us", microseconds, 7},
-            {"other_p99_us", "other", "p99 us", microseconds, 7},
-            {"step_p50_us", "step", "p50 us", microseconds, 7},
-            {"step_p99_us", "step", "p99 us", microseconds, 7},
-            {"kv_read_gb_per_s", "KV read", "GB/s", fixed2},
-            {"read_ceiling_share", "ceiling", "%", percent},
-            {"tokens_per_s", "decode", "tokens/s", fixed1},
-            {"max_rel_error", "error", "", scientific, 7},
-            {"checked", "checked", ""},
-            {"wrong", "wrong", ""}};
+std::vector<Column> columns(NumberFormat kv_format) {
+    std::vector<Column> all{{"context_tokens", "context", "longest"},
+                            {"mean_context_tokens", "context", "mean", whole},
+                            {"append_p50_us", "append", "p50 us", microseconds, 7},
+                            {"append_p99_us", "append", "p99 us", microseconds, 7},
+                            {"attend_p50_us", "attend", "p50 us", microseconds, 7},
+                            {"attend_p99_us", "attend", "p99 us", microseconds, 7},
+                            {"join_p50_us", "join", "p50 us", microseconds, 7},
+                            {"join_p99_us", "join", "p99 us", microseconds, 7},
+                            {"other_p50_us", "other", "p50 us", microseconds, 7},
+                            {"other_p99_us", "other", "p99 us", microseconds, 7},
+                            {"step_p50_us", "step", "p50 us", microseconds, 7},
+                            {"step_p99_us", "step", "p99 us", microseconds, 7},
+                            {"kv_read_gb_per_s", "KV read", "GB/s", fixed2},
+                            {"read_ceiling_share", "ceiling", "%", percent},
+                            {"tokens_per_s", "decode", "tokens/s", fixed1},
+                            {"max_rel_error", "error", "", scientific, 7},
+                            {"checked", "checked", ""},
+                            {"wrong", "wrong", ""}};
+    if (hasScales(kv_format))
+        all.push_back({"unquantised_rel_error", "error", "unquantised", scientific});
+    return all;
 }
 
 CommandLine commandLine(DecodeOptions& options) {
@@ -119,7 +122,7 @@ public:
           process_(process),
           destination_(std::move(destination)),
           setup_(std::move(setup)),
-          report_("bench", commandArguments(argc, argv), columns()),
+          report_("bench", commandArguments(argc, argv), columns(options.kv_format)),
           progress_(process.rank() == 0 && (options.progress || isatty(STDERR_FILENO) == 1)),
           reference_(setup_.config, options.seed) {}
 
@@ -410,14 +413,16 @@ std::vector<BenchRun::Times> BenchRun::slowest(const std::vector<Timed>& steps) 
 
 void BenchRun::check(const SpotCheck::Found& found, Row& row) {
     const double mine[] = {static_cast<double>(found.checked), static_cast<double>(found.wrong),
-                           found.max_rel_error};
+                           found.max_rel_error, found.unquantised_rel_error};
     SpotCheck::Found all;
     for (const std::vector<double>& rank : gatherValues(process_, mine)) {
         all.checked += static_cast<std::int64_t>(rank[0]);
         all.wrong += static_cast<std::int64_t>(rank[1]);
         all.max_rel_error = std::max(all.max_rel_error, rank[2]);
+        all.unquantised_rel_error = std::max(all.unquantised_rel_error, rank[3]);
     }
     row.insert(row.end(), {all.max_rel_error, all.checked, all.wrong});
+    if (reference_.quantises()) row.emplace_back(all.unquantised_rel_error);
     checked_ += all.checked;
     wrong_ += all.wrong;
 }

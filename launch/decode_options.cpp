@@ -126,7 +126,7 @@ void declareDecodeFlags(CommandLine& line, DecodeOptions& options, const std::st
                choiceInto(options.graph, graphChoices()))
         .flag("share-gpu", "ranks may have one GPU together, for tests", options.share_gpu)
         .value("grid", "HxC|auto", "head axis x context axis (auto)", gridInto(options.grid))
-        .value("kv-dtype", "bf16|fp16", "format of stored K and V (bf16)",
+        .value("kv-dtype", "bf16|fp16|fp8|int8", "format of stored K and V (bf16)",
                choiceInto(options.kv_format, kvFormats()))
         .value("block-size", "N", "tokens of a block, a power of two up to 256 (64)",
                intInto(options.block_size, 0))
@@ -176,13 +176,14 @@ Result<DecodeSetup> prepareDecode(const DecodeOptions& options, const Process& p
     const auto grid = chooseGrid(*geometry, process.size(), options.grid);
     if (!grid) return tl::unexpected(grid.error());
 
+    const NumberFormat in_16_bits =
+        hasScales(options.kv_format) ? NumberFormat::bf16 : options.kv_format;
     CacheConfig config{
         .geometry = *geometry,
         .grid = *grid,
         .kv_format = options.kv_format,
-        .input_format = options.kv_format,
-        .output_format =
-            process.device() == DeviceKind::cuda ? options.kv_format : NumberFormat::fp32,
+        .input_format = in_16_bits,
+        .output_format = process.device() == DeviceKind::cuda ? in_16_bits : NumberFormat::fp32,
         .rotary = model->rotary,
         .softmax_scale = model->softmax_scale,
         .layout = options.layout,

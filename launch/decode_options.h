@@ -76,8 +76,9 @@ struct DecodeSetup {
 
 // The same on every rank. invalid_argument: what of the model or of the flags the run cannot have,
 // by key or flag; does_not_fit: more blocks than a pool can number; unavailable: --graph on where
-// device or transport has none. Outputs are fp32 on the CPU device, and in the format of K and V on
-// a GPU, whose products have 16-bit operands.
+// device or transport has none. q, k and v are in the format of K and V, or bf16 where that has
+// scales; outputs likewise on a GPU, whose products have 16-bit operands, and fp32 on the CPU
+// device.
 [[nodiscard]] Result<DecodeSetup> prepareDecode(const DecodeOptions& options,
                                                 const Process& process);
 

@@ -75,7 +75,7 @@ public:
     // Error when they are not what was committed.
     void settle();
 
-    // K and V as the cache holds them, 16-bit: [length, KV heads of this rank, head_dim].
+    // K and V as the cache gives them back, 16-bit: [length, KV heads of this rank, head_dim].
     struct KeysValues {
         std::vector<std::uint16_t> k, v;
     };

@@ -165,7 +165,9 @@ Result<std::size_t> choose(std::string_view text, const std::vector<std::string_
 }
 
 Choices<NumberFormat> kvFormats() {
-    return {{"bf16", NumberFormat::bf16}, {"fp16", NumberFormat::fp16}};
+    return {{"bf16", NumberFormat::bf16},         {"fp16", NumberFormat::fp16},
+            {"fp8", NumberFormat::fp8_e4m3},      {"fp8_e4m3", NumberFormat::fp8_e4m3},
+            {"fp8-e4m3", NumberFormat::fp8_e4m3}, {"int8", NumberFormat::int8}};
 }
 
 Choices<PoolLayout> poolLayouts() {

@@ -68,7 +68,7 @@ double rounded(double value, Format format) {
         return std::fabs(result) <= largest_e4m3 ? result : std::nan("");
     }
     case Format::int8:
-        return std::nearbyint(value);
+        return std::nearbyint(value) + 0.0;  // there is no -0
     case Format::fp32:
         break;
     }

@@ -40,7 +40,7 @@ CommandLine planCommandLine(PlanOptions& options) {
         .value("context", "L", "tokens of each sequence; K, M, G = 1024",
                sizeInto(options.context, 1), Need::required)
         .value("batch", "B", "sequences (default 1)", sizeInto(options.batch, 1))
-        .value("kv-dtype", "T", "bf16 or fp16 (default bf16)",
+        .value("kv-dtype", "T", "bf16, fp16, fp8 (e4m3) or int8 (default bf16)",
                choiceInto(options.kv_format, kvFormats()))
         .value("grid", "HxC", "head axis x context axis, or auto (default auto)",
                gridInto(options.grid))

@@ -12,8 +12,18 @@ namespace kvgrid::launch {
 namespace {
 
 oracle::Format oracleFormat(NumberFormat format) {
-    if (format == NumberFormat::fp16) return oracle::Format::fp16;
-    if (format == NumberFormat::bf16) return oracle::Format::bf16;
+    switch (format) {
+    case NumberFormat::fp16:
+        return oracle::Format::fp16;
+    case NumberFormat::bf16:
+        return oracle::Format::bf16;
+    case NumberFormat::fp8_e4m3:
+        return oracle::Format::e4m3;
+    case NumberFormat::int8:
+        return oracle::Format::int8;
+    case NumberFormat::fp32:
+        break;
+    }
     return oracle::Format::fp32;
 }
 
@@ -27,6 +37,22 @@ double decoded(std::uint16_t bits, oracle::Format format) {
     if (exponent == 2 * bias + 1) return std::nan("");
     if (exponent == 0) return sign * std::ldexp(mantissa, 1 - bias - mantissa_bits);
     return sign * std::ldexp(mantissa + (1 << mantissa_bits), exponent - bias - mantissa_bits);
+}
+
+bool hasScale(oracle::Format format) {
+    return format == oracle::Format::e4m3 || format == oracle::Format::int8;
+}
+
+// What a row is worth once it is stored.
+void appendWorth(std::span<const float> row, oracle::Format format, std::vector<double>& out) {
+    if (!hasScale(format)) {
+        for (const float value : row)
+            out.push_back(oracle::rounded(value, format));
+        return;
+    }
+    const oracle::ScaledRow scaled = oracle::quantised(row, format);
+    for (std::size_t i = 0; i < row.size(); ++i)
+        out.push_back(scaled.worth(i));
 }
 
 }  // namespace
@@ -67,12 +93,27 @@ Reference::Reference(const CacheConfig& config, std::uint64_t seed)
     : workload_(seed, config.input_format, config.geometry.groups.front().head_dim),
       rotary_(oracleRotary(config.rotary)),
       kv_format_(oracleFormat(config.kv_format)),
+      gathered_format_(hasScales(config.kv_format) ? oracleFormat(config.input_format)
+                                                   : kv_format_),
       scale_(config.softmax_scale > 0 ? config.softmax_scale
                                       : 1.0 / std::sqrt(workload_.headDim())),
       kv_heads_(config.geometry.groups.front().kv_heads),
       group_size_(config.geometry.query_heads / kv_heads_) {}
 
+bool Reference::quantises() const noexcept {
+    return hasScale(kv_format_);
+}
+
 Reference::KeysValues Reference::keysValues(const Unit& unit, std::int64_t tokens) const {
+    return keysValues(unit, tokens, kv_format_);
+}
+
+Reference::KeysValues Reference::unquantised(const Unit& unit, std::int64_t tokens) const {
+    return keysValues(unit, tokens, oracle::Format::fp32);
+}
+
+Reference::KeysValues Reference::keysValues(const Unit& unit, std::int64_t tokens,
+                                            oracle::Format format) const {
     const auto head_dim = static_cast<std::size_t>(headDim());
     KeysValues stored;
     stored.k.reserve(static_cast<std::size_t>(tokens) * head_dim);
@@ -82,11 +123,9 @@ Reference::KeysValues Reference::keysValues(const Unit& unit, std::int64_t token
         const TokenAt token{.key = unit.key, .position = position, .layer = unit.layer};
         workload_.fillHead(Tensor::k, token, unit.kv_head, head);
         oracle::rotate(head, position, rotary_);
-        for (const float value : head)
-            stored.k.push_back(oracle::rounded(value, kv_format_));
+        appendWorth(head, format, stored.k);
         workload_.fillHead(Tensor::v, token, unit.kv_head, head);
-        for (const float value : head)
-            stored.v.push_back(oracle::rounded(value, kv_format_));
+        appendWorth(head, format, stored.v);
     }
     return stored;
 }
@@ -113,9 +152,9 @@ std::int64_t Reference::countDifferences(std::span<const std::uint16_t> stored, 
     for (std::size_t i = 0; i < expected.size(); ++i) {
         const std::size_t at =
             i / head_dim * row + static_cast<std::size_t>(head) * head_dim + i % head_dim;
-        const double value = decoded(stored[at], kv_format_);
-        if (std::bit_cast<std::uint64_t>(value) != std::bit_cast<std::uint64_t>(expected[i]))
-            ++different;
+        const double value = decoded(stored[at], gathered_format_);
+        const double right = oracle::rounded(expected[i], gathered_format_);
+        if (std::bit_cast<std::uint64_t>(value) != std::bit_cast<std::uint64_t>(right)) ++different;
     }
     return different;
 }

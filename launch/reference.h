@@ -34,29 +34,37 @@ class Reference {
 public:
     Reference(const CacheConfig& config, std::uint64_t seed);
 
-    // As the cache must hold them: [tokens, head_dim].
+    // What the cache must hold is worth: [tokens, head_dim].
     struct KeysValues {
         std::vector<double> k, v;
     };
     [[nodiscard]] KeysValues keysValues(const Unit& unit, std::int64_t tokens) const;
+    // The same before it is stored: rotated, in fp32.
+    [[nodiscard]] KeysValues unquantised(const Unit& unit, std::int64_t tokens) const;
 
     // Output of the token at `position`: it sees the first position + 1 of `stored`. [head_dim]
     [[nodiscard]] std::vector<double> attend(const Unit& unit, const KeysValues& stored,
                                              int query_head, std::int64_t position) const;
 
-    // Elements of K or V in the cache's format, [tokens, heads, head_dim], of which one head is
-    // compared: how many differ from `expected` [tokens, head_dim] in any bit.
+    // Elements of K or V as the cache gives them back, in 16 bits, [tokens, heads, head_dim], of
+    // which one head is compared: how many differ from `expected` [tokens, head_dim] in any bit.
     [[nodiscard]] std::int64_t countDifferences(std::span<const std::uint16_t> stored, int heads,
                                                 int head, std::span<const double> expected) const;
 
+    // Whether K and V are stored in a format with scales.
+    [[nodiscard]] bool quantises() const noexcept;
     [[nodiscard]] int kvHeads() const noexcept { return kv_heads_; }  // of all ranks
     [[nodiscard]] int groupSize() const noexcept { return group_size_; }
     [[nodiscard]] int headDim() const noexcept { return workload_.headDim(); }
 
 private:
+    [[nodiscard]] KeysValues keysValues(const Unit& unit, std::int64_t tokens,
+                                        oracle::Format format) const;
+
     Workload workload_;
     oracle::Rotary rotary_;
     oracle::Format kv_format_;
+    oracle::Format gathered_format_;
     double scale_;
     int kv_heads_;
     int group_size_;  // query heads of a KV head

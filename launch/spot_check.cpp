@@ -52,6 +52,8 @@ SpotCheck::Found SpotCheck::compare(std::span<const std::int64_t> lengths, doubl
             all.checked += found.checked;
             all.wrong += found.wrong;
             all.max_rel_error = std::max(all.max_rel_error, found.max_rel_error);
+            all.unquantised_rel_error =
+                std::max(all.unquantised_rel_error, found.unquantised_rel_error);
         });
         done += count;
         if (compared) compared(done);
@@ -63,6 +65,8 @@ SpotCheck::Found SpotCheck::compareUnit(std::size_t index, std::int64_t length,
                                         double bound) const {
     const Unit& unit = units_[index];
     const Reference::KeysValues stored = reference_->keysValues(unit, length);
+    Reference::KeysValues unquantised;
+    if (reference_->quantises()) unquantised = reference_->unquantised(unit, length);
     const auto head_dim = static_cast<std::size_t>(reference_->headDim());
     const int group = reference_->groupSize();
     auto output = outputs_.begin() + static_cast<std::ptrdiff_t>(
@@ -70,9 +74,16 @@ SpotCheck::Found SpotCheck::compareUnit(std::size_t index, std::int64_t length,
     Found found;
     for (int step = 0; step < steps_; ++step) {
         for (int head = 0; head < group; ++head) {
-            const std::vector<double> expected = reference_->attend(
-                unit, stored, unit.kv_head * group + head, length - steps_ + step);
-            const double error = oracle::relativeError({output, head_dim}, expected);
+            const auto errorAgainst = [&](const Reference::KeysValues& keys_values) {
+                return oracle::relativeError(
+                    {output, head_dim},
+                    reference_->attend(unit, keys_values, unit.kv_head * group + head,
+                                       length - steps_ + step));
+            };
+            const double error = errorAgainst(stored);
+            if (reference_->quantises())
+                found.unquantised_rel_error =
+                    std::max(found.unquantised_rel_error, errorAgainst(unquantised));
             output += static_cast<std::ptrdiff_t>(head_dim);
             ++found.checked;
             if (!(error <= bound)) ++found.wrong;

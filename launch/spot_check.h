@@ -24,6 +24,8 @@ public:
         std::int64_t checked = 0;  // vectors
         std::int64_t wrong = 0;    // of those, with an error beyond the bound
         double max_rel_error = 0;
+        // Against K and V as they were before they were stored; 0 where no format with scales is.
+        double unquantised_rel_error = 0;
     };
     // lengths[i]: tokens of sequence i at the last step. `compared` is told how many units are
     // done, every 16 of them and at the end: a place where ranks can meet, so that none waits long.

@@ -37,18 +37,21 @@ std::string hexadecimal(std::uint64_t digest) {
     return fmt::format("{:016x}", digest);
 }
 
-std::vector<Column> columns() {
-    return {{"context_tokens", "context", "tokens"},
-            {"vectors", "vectors", ""},
-            {"vectors_checked", "checked", ""},
-            {"max_rel_error", "max error", "relative", scientific},
-            {"stored_wrong", "stored", "wrong"},
-            {"replayed", "replayed", "outputs"},
-            {"replayed_different", "different", ""},
-            {"offloaded_blocks", "offloaded", "blocks"},
-            {"distinct_offloaded_blocks", "distinct", "blocks"},
-            {"restored_blocks", "restored", "blocks"},
-            {"output_digest", "digest", "", plain, 16}};
+std::vector<Column> columns(NumberFormat kv_format) {
+    std::vector<Column> all{{"context_tokens", "context", "tokens"},
+                            {"vectors", "vectors", ""},
+                            {"vectors_checked", "checked", ""},
+                            {"max_rel_error", "max error", "relative", scientific},
+                            {"stored_wrong", "stored", "wrong"},
+                            {"replayed", "replayed", "outputs"},
+                            {"replayed_different", "different", ""},
+                            {"offloaded_blocks", "offloaded", "blocks"},
+                            {"distinct_offloaded_blocks", "distinct", "blocks"},
+                            {"restored_blocks", "restored", "blocks"},
+                            {"output_digest", "digest", "", plain, 16}};
+    if (hasScales(kv_format))
+        all.push_back({"unquantised_rel_error", "unquantised", "max error", scientific});
+    return all;
 }
 
 CommandLine commandLine(DecodeOptions& options) {
@@ -77,6 +80,7 @@ struct Findings {
     std::int64_t vectors = 0;
     std::int64_t checked = 0;
     double max_rel_error = 0;
+    double unquantised_rel_error = 0;
     std::int64_t stored_wrong = 0;
     std::uint64_t digest = 0;
     std::uint64_t first_sequence_digest = 0;
@@ -92,8 +96,10 @@ Findings combine(Process& process, std::int64_t context, const DecodedTogether& 
     all.in_turns.different = 0;
     const double mine[] = {static_cast<double>(together.vectors),
                            static_cast<double>(together.found.checked),
-                           together.found.max_rel_error, static_cast<double>(together.stored_wrong),
-                           static_cast<double>(in_turns.different)};
+                           together.found.max_rel_error,
+                           static_cast<double>(together.stored_wrong),
+                           static_cast<double>(in_turns.different),
+                           together.found.unquantised_rel_error};
     for (const std::vector<double>& rank : gatherValues(process, mine)) {
         all.vectors += static_cast<std::int64_t>(rank[0]);
         all.checked += static_cast<std::int64_t>(rank[1]);
@@ -101,6 +107,7 @@ Findings combine(Process& process, std::int64_t context, const DecodedTogether& 
         all.stored_wrong += static_cast<std::int64_t>(rank[3]);
         all.in_turns.different =
             std::max(all.in_turns.different, static_cast<std::int64_t>(rank[4]));
+        all.unquantised_rel_error = std::max(all.unquantised_rel_error, rank[5]);
     }
     return all;
 }
@@ -148,11 +155,19 @@ Result<Outcome> conclude(const Run& run, const Destination& destination, Report&
         max_rel_error = std::max(max_rel_error, found.max_rel_error);
         report.note(fmt::format("context {}: the outputs of sequence 0 digest to {}", found.context,
                                 hexadecimal(found.first_sequence_digest)));
-        report.row({found.context, found.vectors, found.checked, found.max_rel_error,
-                    found.stored_wrong, found.in_turns.compared, found.in_turns.different,
-                    found.in_turns.stats.offloaded_blocks,
-                    found.in_turns.stats.distinct_offloaded_blocks,
-                    found.in_turns.stats.restored_blocks, hexadecimal(found.digest)});
+        Row row{found.context,
+                found.vectors,
+                found.checked,
+                found.max_rel_error,
+                found.stored_wrong,
+                found.in_turns.compared,
+                found.in_turns.different,
+                found.in_turns.stats.offloaded_blocks,
+                found.in_turns.stats.distinct_offloaded_blocks,
+                found.in_turns.stats.restored_blocks,
+                hexadecimal(found.digest)};
+        if (hasScales(run.options.kv_format)) row.emplace_back(found.unquantised_rel_error);
+        report.row(std::move(row));
     }
     std::string digest = hexadecimal(overall.value());
     if (isPlanted("digest") && run.process.rank() + 1 == run.process.size()) digest.back() ^= 1;
@@ -204,7 +219,7 @@ Result<Outcome> verify(const Run& run) {
         if (!in_turns) return tl::unexpected(in_turns.error());
         findings.push_back(combine(run.process, batch.context, together[i], *in_turns));
     }
-    Report results("verify", commandArguments(run.argc, run.argv), columns());
+    Report results("verify", commandArguments(run.argc, run.argv), columns(run.options.kv_format));
     describeRun(results, run.process, run.options, *setup);
     return conclude(run, *destination, results, findings, overall, setup->config.output_format);
 }

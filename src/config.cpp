@@ -107,9 +107,9 @@ Result<void> checkRotary(const RotaryEmbedding& rotary, int head_dim) {
 }
 
 Result<void> checkFormats(const CacheConfig& config) {
-    if (config.kv_format != NumberFormat::fp16 && config.kv_format != NumberFormat::bf16) {
+    if (config.kv_format == NumberFormat::fp32) {
         return invalid("KV format " + std::string(name(config.kv_format)) +
-                       ": this version stores fp16 or bf16");
+                       ": fp16, bf16, fp8-e4m3 or int8");
     }
     const auto plain = [](NumberFormat format) {
         return format == NumberFormat::fp32 || format == NumberFormat::fp16 ||

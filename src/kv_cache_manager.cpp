@@ -91,9 +91,10 @@ KVCacheManager::KVCacheManager(int max_batch_size, int num_layers, int max_seq_l
 }
 
 KVCacheManager::KVCacheManager(Process& process, const CacheConfig& config) {
-    if (config.input_format != NumberFormat::fp16 || config.kv_format != NumberFormat::fp16) {
+    const bool gives_fp16 = config.kv_format == NumberFormat::fp16 || hasScales(config.kv_format);
+    if (config.input_format != NumberFormat::fp16 || !gives_fp16) {
         throw Error(ErrorCode::invalid_argument,
-                    "KVCacheManager takes fp16 inputs and stores fp16");
+                    "KVCacheManager takes fp16 inputs and stores fp16, fp8-e4m3 or int8");
     }
     state_ = std::make_unique<State>(State{.own_process = std::nullopt,
                                            .process = &process,

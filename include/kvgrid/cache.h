@@ -188,8 +188,9 @@ public:
     // Committed tokens. invalid_argument: unknown sequence.
     [[nodiscard]] Result<std::int64_t> length(SequenceId sequence) const;
 
-    // K and V as stored (rotated, kv_format) of the committed tokens of one layer on this rank:
-    //   k, v  [length, KV heads of this rank, head_dim]
+    // K (rotated) and V of the committed tokens of one layer on this rank:
+    //   k, v  [length, KV heads of this rank, head_dim]  kv_format, bit for bit; where that has
+    //         scales, input_format: stored x scale, rounded to nearest even
     // does_not_fit: some of its blocks are in host memory; run the sequence first.
     [[nodiscard]] Result<void> gather(SequenceId sequence, int layer, void* k, void* v,
                                       cudaStream_t stream = nullptr);

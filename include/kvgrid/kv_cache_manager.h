@@ -25,7 +25,8 @@ public:
     // one of its own. Throws Error.
     KVCacheManager(int max_batch_size, int num_layers, int max_seq_len, int num_kv_heads,
                    int head_dim, cudaStream_t stream = nullptr);
-    // Any configuration whose K and V inputs are fp16; throws Error otherwise.
+    // Any configuration whose K and V inputs are fp16, stored as fp16, fp8 e4m3 or int8; throws
+    // Error otherwise.
     KVCacheManager(Process& process, const CacheConfig& config);
     ~KVCacheManager();
 
@@ -43,7 +44,8 @@ public:
     void advanceSeqLen(int seq_id, int num_tokens);
 
     // K and V of this rank's heads, [getSeqLen(seq_id), KV heads of this rank, head_dim], gathered
-    // into scratch: valid until the next call. Refused when the context axis is above 1.
+    // (Cache::gather) into scratch: valid until the next call. Refused when the context axis is
+    // above 1.
     [[nodiscard]] std::pair<half*, half*> getCache(int seq_id, int layer_idx);
 
     [[nodiscard]] int getSeqLen(int seq_id) const;

@@ -56,6 +56,7 @@ TEST(OracleTest, QuantisedByHand) {
     EXPECT_EQ(rounded(464.0, Format::e4m3), 448.0);
     EXPECT_TRUE(std::isnan(rounded(465.0, Format::e4m3)));
     EXPECT_EQ(rounded(-2.5, Format::int8), -2.0);
+    EXPECT_FALSE(std::signbit(rounded(-0.5, Format::int8)));
 
     const ScaledRow even = quantised(std::vector<float>{-254.0F, 3.0F, 0.9F}, Format::int8);
     EXPECT_EQ(even.scale, 2.0);

@@ -52,6 +52,24 @@ TEST(Bench, MeasuresARowForEachContext) {
     }
 }
 
+TEST(Bench, LowBitFormats) {
+    for (const char* format : {"fp8", "int8"}) {
+        const Finished finished =
+            bench(2, joined(small, {"--context", "256", "--kv-dtype", format, "--json", "-"}));
+        ASSERT_EQ(finished.code, 0) << finished.err;
+        const auto row = nlohmann::json::parse(finished.out)["rows"][0];
+        EXPECT_GE(row["checked"], 64);
+        EXPECT_EQ(row["wrong"], 0);
+        EXPECT_LE(row["max_rel_error"], 1e-5);
+        EXPECT_GT(row["unquantised_rel_error"], 1e-3);
+        // Bytes over time: of each KV head's K and V 128 numbers and a scale.
+        const double tokens = 4 * (256 - 1);  // of the median step
+        const double bytes = tokens * 2 * 4 * 2 * (128 + 2);
+        EXPECT_NEAR(row["kv_read_gb_per_s"], bytes / (1e3 * double{row["attend_p50_us"]}),
+                    0.02 * double{row["kv_read_gb_per_s"]});
+    }
+}
+
 TEST(Bench, PrintsATable) {
     const TempFolder folder;
     const std::string csv = folder / "rows.csv";

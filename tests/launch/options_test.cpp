@@ -127,6 +127,14 @@ TEST(CommandLine, FillsTheVariables) {
     EXPECT_FALSE(parsed->answer);
 }
 
+TEST(CommandLine, Fp8HasTheNamesThatOthersGiveIt) {
+    for (const char* text : {"fp8", "fp8_e4m3", "fp8-e4m3"}) {
+        Values values;
+        ASSERT_TRUE(parse(values, {"--text", "-", "--format", text}));
+        EXPECT_EQ(values.format, NumberFormat::fp8_e4m3) << text;
+    }
+}
+
 TEST(CommandLine, KeepsDefaults) {
     Values values;
     const auto parsed = parse(values, {"--text", "x"});
@@ -155,7 +163,7 @@ TEST(CommandLine, Refuses) {
     EXPECT_EQ(error({"--text", "x", "--seed", "18446744073709551616"}),
               "--seed: '18446744073709551616' is beyond 64 bits");
     EXPECT_EQ(error({"--text", "x", "--format", "int4"}),
-              "--format: 'int4' is none of bf16 or fp16");
+              "--format: 'int4' is none of bf16, fp16, fp8, fp8_e4m3, fp8-e4m3 or int8");
     EXPECT_EQ(error({"--text", "x", "--device", "tpu"}),
               "--device: 'tpu' is none of auto, cpu or cuda");
 }

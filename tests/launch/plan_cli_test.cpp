@@ -56,6 +56,11 @@ TEST(Plan, GivesTheFiguresEveryoneKnows) {
     EXPECT_EQ(seven["total_bytes"], 2147483648);  // 2 GB
     EXPECT_EQ(seven["kv_dtype"], "fp16");
 
+    // 128 numbers and a scale where there were 256 bytes.
+    const auto low = planJson(folder / "seven.json", "1", "4096", {"--kv-dtype", "fp8"});
+    EXPECT_EQ(low["total_bytes"], 2147483648 / 256 * 130);
+    EXPECT_EQ(low["kv_dtype"], "fp8-e4m3");
+
     writeText(folder / "seventy.json", uniformConfig(80, 64, 128));
     EXPECT_EQ(
         planJson(folder / "seventy.json", "1", "1", {"--kv-dtype", "fp16"})["bytes_per_token"],
@@ -190,7 +195,7 @@ TEST(Plan, BadInputIsNamed) {
         {{"--model", "gpt2", "--ranks", "1", "--context", "1K", "--block-size", "512"},
          "block size 512: a power of two from 1 to 256"},
         {{"--model", "gpt2", "--ranks", "1", "--context", "1K", "--kv-dtype", "fp4"},
-         "--kv-dtype: 'fp4' is none of bf16 or fp16"},
+         "--kv-dtype: 'fp4' is none of bf16, fp16, fp8, fp8_e4m3, fp8-e4m3 or int8"},
         {{"--model", "gpt2", "--ranks", "1", "--context", "1K", "--gpu-memory", "0"},
          "--gpu-memory: '0' is too small"},
         {{"--model", "no-such-model", "--ranks", "1", "--context", "1K"},

@@ -85,6 +85,49 @@ TEST(Reference, CountsDifferingElements) {
     EXPECT_EQ(reference.countDifferences(stored, kv_heads, 1, expected), 1);
 }
 
+// A row has 127 steps either way of one size, which fp16 holds; nothing is off by more than half
+// one.
+TEST(Reference, LowBitRowsAreWorthStepsOfTheirScale) {
+    CacheConfig low = config();
+    low.kv_format = NumberFormat::int8;
+    const Reference reference(low, 5);
+    EXPECT_TRUE(reference.quantises());
+    EXPECT_FALSE(Reference(config(), 5).quantises());
+    const Unit unit{.layer = 1, .key = 0, .kv_head = 1};
+    const auto stored = reference.keysValues(unit, 20);
+    const auto before = reference.unquantised(unit, 20);
+    for (std::size_t row = 0; row < 20; ++row) {
+        double amax = 0;
+        for (std::size_t i = row * head_dim; i < (row + 1) * head_dim; ++i)
+            amax = std::max(amax, std::fabs(before.k[i]));
+        double scale = 0;
+        for (std::size_t i = row * head_dim; i < (row + 1) * head_dim; ++i)
+            if (std::fabs(before.k[i]) == amax) scale = std::fabs(stored.k[i]) / 127;
+        EXPECT_EQ(scale, oracle::rounded(scale, oracle::Format::fp16));
+        EXPECT_GE(scale * 127, amax * (1 - 1e-7));
+        EXPECT_LE(scale * 127, amax * (1 + 0x1p-10));
+        for (std::size_t i = row * head_dim; i < (row + 1) * head_dim; ++i) {
+            EXPECT_EQ(stored.k[i] / scale, std::nearbyint(stored.k[i] / scale));
+            EXPECT_LE(std::fabs(stored.k[i] - before.k[i]), scale * 0.500001);
+        }
+    }
+    EXPECT_NE(stored.v, before.v);
+}
+
+// They are given back rounded to the input format.
+TEST(Reference, CountsDifferencesOfLowBitElements) {
+    CacheConfig low = config();
+    low.kv_format = NumberFormat::fp8_e4m3;
+    const Reference reference(low, 5);
+    const auto expected = reference.keysValues({.layer = 0, .key = 0, .kv_head = 0}, 5).v;
+    std::vector<std::uint16_t> given;
+    for (const double worth : expected)
+        given.push_back(bits(oracle::rounded(worth, oracle::Format::bf16)));
+    EXPECT_EQ(reference.countDifferences(given, 1, 0, expected), 0);
+    given[7] ^= 1;
+    EXPECT_EQ(reference.countDifferences(given, 1, 0, expected), 1);
+}
+
 TEST(PickUnits, GivesAllOrADistinctSample) {
     const auto all = pickUnits(3, 4, {.first = 2, .count = 2}, 1000, 0);
     EXPECT_EQ(all.size(), 24U);
@@ -147,6 +190,26 @@ TEST_F(SpotCheckTest, RightOutputsPass) {
     EXPECT_EQ(found.wrong, 0);
     EXPECT_LT(found.max_rel_error, 1e-7);
     EXPECT_GT(found.max_rel_error, 0);
+}
+
+TEST_F(SpotCheckTest, WhatStoringCostIsMeasuredForLowBitFormatsOnly) {
+    takeAll();
+    EXPECT_EQ(check_.compare(lengths_, 1e-5, 1).unquantised_rel_error, 0);
+    CacheConfig low = config();
+    low.kv_format = NumberFormat::int8;
+    const Reference reference(low, 9);
+    SpotCheck check(reference, {{.layer = 0, .key = 0, .kv_head = 0}}, 1);
+    const auto stored = reference.keysValues(check.units()[0], 20);
+    std::vector<float> out;
+    for (int head = 0; head < query_heads; ++head)
+        for (const double value : reference.attend(check.units()[0], stored, head, 19))
+            out.push_back(static_cast<float>(value));
+    check.take(0, 0, out);
+    const std::vector<std::int64_t> lengths{20};
+    const auto found = check.compare(lengths, 1e-5, 1);
+    EXPECT_EQ(found.wrong, 0);
+    EXPECT_GT(found.unquantised_rel_error, 1e-3);
+    EXPECT_LT(found.unquantised_rel_error, 5e-2);
 }
 
 TEST_F(SpotCheckTest, OneWrongElementIsSeen) {

@@ -88,6 +88,40 @@ TEST_F(VerifyDigest, CoversAllContextsOnce) {
     EXPECT_TRUE(contains(both.out, one + "\n")) << both.out;  // in the row of 300
 }
 
+class VerifyLowBit : public testing::TestWithParam<const char*> {};
+
+TEST_P(VerifyLowBit, OneDigestHoweverItIsSpread) {
+    const Arguments low = joined(llama, {"--kv-dtype", GetParam()});
+    const std::string expected = digestOf(1, low);
+    for (const int ranks : {2, 8})
+        EXPECT_EQ(digestOf(ranks, low), expected) << ranks;
+    for (const char* size : {"1", "4", "256"})
+        EXPECT_EQ(digestOf(2, joined(low, {"--block-size", size})), expected) << size;
+    for (const char* layout : {"layer-major", "contiguous"})
+        EXPECT_EQ(digestOf(2, joined(low, {"--layout", layout})), expected) << layout;
+    EXPECT_NE(digestOf(2, llama), expected);
+}
+
+INSTANTIATE_TEST_SUITE_P(Formats, VerifyLowBit, testing::Values("fp8", "int8"),
+                         [](const auto& tested) { return std::string(tested.param); });
+
+TEST(Verify, SaysWhatLowBitNumbersCost) {
+    const auto rowOf = [](const char* format) {
+        const Finished finished =
+            verify(2, {"--layers", "1", "--context", "128", "--kv-dtype", format, "--json", "-"});
+        EXPECT_EQ(finished.code, 0) << finished.err;
+        return nlohmann::json::parse(finished.out)["rows"][0];
+    };
+    EXPECT_FALSE(rowOf("bf16").contains("unquantised_rel_error"));
+    // Half a unit is up to 2^-4 of an e4m3 number, and 1 / 254 of the largest of an int8 row.
+    const auto fp8 = rowOf("fp8");
+    EXPECT_LT(fp8["unquantised_rel_error"], 0.1);
+    const auto int8 = rowOf("int8");
+    EXPECT_LT(int8["unquantised_rel_error"], fp8["unquantised_rel_error"]);
+    EXPECT_GT(int8["unquantised_rel_error"], 1e-3);
+    EXPECT_EQ(int8["stored_wrong"], 0);
+}
+
 TEST(Verify, SmolLm2OnOneAndThreeRanks) {
     const Arguments arguments{"--model", "smollm2-135m", "--context", "300", "--steps", "2"};
     EXPECT_EQ(digestOf(1, arguments), digestOf(3, arguments));

@@ -30,6 +30,7 @@ using DeviceTraits = test::CpuDeviceTraits;
 
 struct RigShape {
     PoolLayout layout = PoolLayout::block_major;
+    NumberFormat format = NumberFormat::bf16;
     std::int64_t block_size = 16;
     int layers = 2;
     int kv_heads = 2;
@@ -49,7 +50,7 @@ ShardConfig shardConfig(const RigShape& setup) {
                     .kv_heads = setup.kv_heads,
                     .head_dim = setup.head_dim,
                     .block_size = setup.block_size,
-                    .format = NumberFormat::bf16};
+                    .format = setup.format};
     config.query_heads = setup.query_heads;
     config.layout = setup.layout;
     config.input_format = NumberFormat::fp32;
@@ -317,15 +318,17 @@ std::vector<std::vector<float>> inTurns(const RigShape& setup) {
 }
 
 TEST_F(ShardTest, OffloadedAndRestoredBlocksGiveTheSameBits) {
-    for (const PoolLayout layout : {PoolLayout::block_major, PoolLayout::layer_major}) {
-        RigShape roomy;
-        roomy.layout = layout;
-        const std::vector<std::vector<float>> reference = inTurns(roomy);
-        RigShape tight = roomy;
-        tight.device_blocks = 13;
-        tight.host_blocks = 21;  // barely: copies must take turns within a step
-        EXPECT_EQ(inTurns(tight), reference);
-    }
+    for (const NumberFormat format : test::attendedFormats(*DeviceTraits::make()))
+        for (const PoolLayout layout : {PoolLayout::block_major, PoolLayout::layer_major}) {
+            RigShape roomy;
+            roomy.format = format;
+            roomy.layout = layout;
+            const std::vector<std::vector<float>> reference = inTurns(roomy);
+            RigShape tight = roomy;
+            tight.device_blocks = 13;
+            tight.host_blocks = 21;  // barely: copies must take turns within a step
+            EXPECT_EQ(inTurns(tight), reference);
+        }
 }
 
 TEST_F(ShardTest, GathersWhatWasAppendedAndRefusesBlocksInHostMemory) {

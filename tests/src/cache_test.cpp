@@ -225,7 +225,7 @@ TEST_F(CacheTest, ConfigurationsAreRefusedByNameOnEveryRank) {
             "head dim 72");
     refused([](CacheConfig& config) { config.geometry = Geometry::uniform(1, 7, 4, 64); },
             "query heads 7");
-    refused([](CacheConfig& config) { config.kv_format = NumberFormat::int8; }, "KV format int8");
+    refused([](CacheConfig& config) { config.kv_format = NumberFormat::fp32; }, "KV format fp32");
     refused([](CacheConfig& config) { config.geometry.groups.front().window = 128; }, "window");
     refused([](CacheConfig& config) { config.max_sequences = -1; }, "max sequences");
     refused([](CacheConfig& config) { config.device_blocks = -1; }, "device blocks");

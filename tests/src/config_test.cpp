@@ -179,9 +179,10 @@ TEST(Validate, Grid) {
 
 TEST(Validate, Formats) {
     EXPECT_EQ(errorAfter([](CacheConfig& c) { c.kv_format = NumberFormat::fp32; }),
-              "KV format fp32: this version stores fp16 or bf16");
-    EXPECT_EQ(errorAfter([](CacheConfig& c) { c.kv_format = NumberFormat::fp8_e4m3; }),
-              "KV format fp8-e4m3: this version stores fp16 or bf16");
+              "KV format fp32: fp16, bf16, fp8-e4m3 or int8");
+    for (const NumberFormat format :
+         {NumberFormat::fp16, NumberFormat::bf16, NumberFormat::fp8_e4m3, NumberFormat::int8})
+        EXPECT_EQ(errorAfter([format](CacheConfig& c) { c.kv_format = format; }), "(no error)");
     EXPECT_EQ(errorAfter([](CacheConfig& c) { c.input_format = NumberFormat::int8; }),
               "input format int8: fp32, fp16 or bf16");
     EXPECT_EQ(errorAfter([](CacheConfig& c) { c.output_format = NumberFormat::int8; }),

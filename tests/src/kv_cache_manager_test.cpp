@@ -9,6 +9,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "kernels/number_formats.h"
 #include "tests/device_process.h"
 
 namespace kvgrid {
@@ -162,6 +163,36 @@ TEST_F(KVCacheManagerTest, AdvancingByLessDropsTheRest) {
     append(cache, a, 1, 2);
     cache.advanceSeqLen(a, 2);
     expectHolds(cache, a, 7);
+}
+
+// A row of multiples of 1/8 up to 127/8 is what int8 holds exactly.
+TEST_F(KVCacheManagerTest, LowBitTokensComeBackInFp16) {
+    CacheConfig config;
+    config.geometry = Geometry::uniform(layers, kvHeads(), kvHeads(), head_dim);
+    config.kv_format = NumberFormat::int8;
+    config.input_format = NumberFormat::fp16;
+    config.max_sequences = 1;
+    config.max_sequence_length = 64;
+    config.max_step_tokens = 64;
+    config.device_blocks = 1;
+    KVCacheManager cache(*process, config);
+    const int a = cache.allocateSequence(64).value();
+    TokenBits bits;
+    for (int i = 0; i < 3 * localHeads() * head_dim; ++i) {
+        const int eighths = i % head_dim == 0 ? -127 : i * 37 % 255 - 127;
+        bits.k.push_back(fp16FromFloat(static_cast<float>(eighths) / 8));
+        bits.v.push_back(fp16FromFloat(static_cast<float>(-eighths) / 8));
+    }
+    const Tokens tokens(bits);
+    for (int layer = 0; layer < layers; ++layer)
+        cache.appendKV(a, layer, tokens.k(), tokens.v(), 3);
+    cache.advanceSeqLen(a, 3);
+    const auto [k, v] = cache.getCache(a, 1);
+    EXPECT_EQ(test::downloaded<std::uint16_t>(*process, k, bits.k.size()), bits.k);
+    EXPECT_EQ(test::downloaded<std::uint16_t>(*process, v, bits.v.size()), bits.v);
+
+    config.kv_format = NumberFormat::bf16;
+    EXPECT_THROW(KVCacheManager(*process, config), Error);
 }
 
 TEST_F(KVCacheManagerTest, MisuseThrowsAndNamesIt) {
