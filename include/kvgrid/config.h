@@ -61,7 +61,7 @@ struct Grid {
 struct CacheConfig {
     Geometry geometry;
     Grid grid;
-    NumberFormat kv_format = NumberFormat::bf16;
+    NumberFormat kv_format = NumberFormat::bf16;      // fp16, bf16, fp8_e4m3 or int8
     NumberFormat input_format = NumberFormat::bf16;   // of q, k and v: fp32, fp16 or bf16
     NumberFormat output_format = NumberFormat::fp32;  // of attention outputs: fp32, fp16 or bf16
     RotaryEmbedding rotary;

@@ -1,4 +1,7 @@
 // append and gather: what they write, bit for bit, and what they leave alone.
+#include <set>
+
+#include "kernels/paging.h"
 #include "tests/kernels/paged_world.h"
 
 namespace kvgrid::test {
@@ -336,6 +339,24 @@ TYPED_TEST(AppendTest, NothingToAppend) {
     const PagedWorld world(*this->device_, model, {}, {{.id = 0, .length = 3}});
     this->append(world, {});
     this->expectPool(world, {});
+}
+
+// Rows of 4, 5, 6, 8 and 16 chunks are those of one-byte numbers, of 8, 10, 12, 16 and 32 those of
+// 16 bits. Shared memory has 8 chunks side by side in its banks.
+TEST(StoredChunkTest, EightTokensOfAChunkLieInDifferentBanks) {
+    for (const int row_chunks : {4, 5, 6, 8, 10, 12, 16, 32})
+        for (int first = 0; first < 32; first += 8)
+            for (int chunk = 0; chunk < row_chunks; ++chunk) {
+                std::set<int> banks;
+                for (int position = first; position < first + 8; ++position) {
+                    const int stored = storedChunk(position, chunk, row_chunks);
+                    EXPECT_GE(stored, 0);
+                    EXPECT_LT(stored, row_chunks);
+                    EXPECT_EQ(storedChunk(position, stored, row_chunks), chunk);  // its own inverse
+                    banks.insert((position * row_chunks + stored) % 8);
+                }
+                EXPECT_EQ(banks.size(), 8U) << row_chunks << " chunks, chunk " << chunk;
+            }
 }
 
 template <typename Traits>

@@ -8,6 +8,7 @@
 #include <functional>
 #include <numeric>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "kernels/attention_state.h"
@@ -72,12 +73,17 @@ public:
         constexpr std::int64_t block_size = 64;
         const std::int64_t blocks_per_sequence = (shape.context + block_size - 1) / block_size;
         const std::int64_t blocks = blocks_per_sequence * shape.batch;
-        const std::int64_t row_bytes = shape.head_dim * 2;
+        const std::int64_t row_bytes =
+            shape.head_dim * static_cast<std::int64_t>(bytesPerElement(shape.format));
+        const std::int64_t tile_bytes =
+            block_size * row_bytes + scaleBytes(shape.format, block_size);
         PoolView pool{.max_num_blocks = blocks,
-                      .block_stride = block_size * shape.kv_heads * 2 * row_bytes,
-                      .head_stride = block_size * 2 * row_bytes,
+                      .block_stride = shape.kv_heads * 2 * tile_bytes,
+                      .head_stride = 2 * tile_bytes,
                       .token_stride = row_bytes,
-                      .value_offset = block_size * row_bytes,
+                      .value_offset = tile_bytes,
+                      .scale_offset = block_size * row_bytes,
+                      .scale_head_stride = 2 * tile_bytes,
                       .block_size = block_size,
                       .format = shape.format};
         // Several layers, so that none is warm: two gigabytes in turn.
@@ -89,7 +95,8 @@ public:
                 .value();
         pool.data = data.data();
         auto* const bits = data.as<std::uint16_t>();
-        const std::uint16_t one = shape.format == NumberFormat::fp16 ? 0x3800 : 0x3F00;
+        // Numbers near 1 in every format, and as scales.
+        const std::uint16_t one = shape.format == NumberFormat::bf16 ? 0x3F00 : 0x3800;
         for (std::size_t i = 0; i < data.bytes() / 2; ++i)
             bits[i] = static_cast<std::uint16_t>(one ^ (i * 2654435761U & 0x803FU));
 
@@ -132,14 +139,15 @@ public:
                                   device_->operations().attend(params, device_->defaultStream());
                           }) /
             static_cast<double>(layers);
-        const double bytes =
-            2.0 * row_bytes * shape.kv_heads * static_cast<double>(shape.context) * shape.batch;
+        const double bytes = 2.0 * static_cast<double>(tile_bytes) / block_size * shape.kv_heads *
+                             static_cast<double>(shape.context) * shape.batch;
+        const double tokens = static_cast<double>(shape.context) * shape.batch;
         const double rate = bytes / time / 1e9;
         std::printf("%8s %5d %8d %8d %5d %7lld %4d %7.2f %10.1f%% %8.1f\n",
-                    shape.format == NumberFormat::fp16 ? "fp16" : "bf16", shape.group,
-                    shape.head_dim, shape.kv_heads, shape.batch,
-                    static_cast<long long>(shape.context), shape.rows, rate,
-                    100.0 * rate / ceiling_, rate * shape.group * shape.rows);
+                    std::string(name(shape.format)).c_str(), shape.group, shape.head_dim,
+                    shape.kv_heads, shape.batch, static_cast<long long>(shape.context), shape.rows,
+                    rate, 100.0 * rate / ceiling_,
+                    4.0 * tokens * query_heads * shape.head_dim * shape.rows / time / 1e9);
         std::fflush(stdout);
     }
 
@@ -151,7 +159,8 @@ private:
 void runAll(int threads) {
     Benchmark benchmark(threads);
     benchmark.ceiling();
-    for (const NumberFormat format : {NumberFormat::bf16, NumberFormat::fp16}) {
+    for (const NumberFormat format :
+         {NumberFormat::bf16, NumberFormat::fp16, NumberFormat::fp8_e4m3, NumberFormat::int8}) {
         for (const int head_dim : {64, 80, 96, 128, 256})
             benchmark.attend({format, 4, head_dim, 4, 16384});
         for (const int group : {1, 2, 3, 8, 16})

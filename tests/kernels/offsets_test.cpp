@@ -66,7 +66,7 @@ protected:
                                    device.defaultStream());
         EXPECT_TRUE(sameBits(k, gathered_k.download()));
         EXPECT_TRUE(sameBits(v, gathered_v.download()));
-        expectAttention(pool, tables, layer, tokens - 1);
+        expectAttention(model_, pool, tables, layer, tokens - 1);
     }
 
     static std::vector<std::uint16_t> rowOf(const std::vector<std::uint16_t>& numbers,
@@ -93,12 +93,12 @@ protected:
         return result;
     }
 
-    void expectAttention(const PoolView& pool, const BlockTableView& tables, std::int64_t layer,
-                         std::int64_t position) {
+    void expectAttention(const Model& model, const PoolView& pool, const BlockTableView& tables,
+                         std::int64_t layer, std::int64_t position) {
         Device& device = *device_;
         std::vector<float> q;
         for (int i = 0; i < 2 * head_dim; ++i)
-            q.push_back(model_.value(Kind::q, 0, position, i / head_dim, i % head_dim));
+            q.push_back(model.value(Kind::q, 0, position, i / head_dim, i % head_dim));
         const auto device_q = DeviceArray<float>::of(device, q);
         const auto runs = DeviceArray<kvgrid::Run>::of(
             device, {{.slot = 0, .rows = 1, .first_row = 0, .first_position = position}});
@@ -110,7 +110,7 @@ protected:
                       {.query_heads = 2,
                        .kv_heads = 1,
                        .head_dim = head_dim,
-                       .scale = model_.softmaxScale(),
+                       .scale = model.softmaxScale(),
                        .q = device_q.data(),
                        .runs = runs.data(),
                        .run_count = 1,
@@ -123,7 +123,7 @@ protected:
                        .workspace = workspace.data(),
                        .workspace_bytes = workspace.size()},
                       1);
-        const PagedWorld world(device, model_, {}, {{.id = 0, .length = position + 1}});
+        const PagedWorld world(device, model, {}, {{.id = 0, .length = position + 1}});
         expectOracle(world, {out.download(), lse.download()}, 0, 0, position);
     }
 };
@@ -162,6 +162,66 @@ TYPED_TEST(OffsetsTest, LayerMajorPoolBeyond32BitsOfElements) {
     const auto last = static_cast<std::int32_t>(blocks - 1);
     for (const std::int64_t layer : {0, 3})
         this->check(pool, {last, 0, last - 1}, layer, 40);
+}
+
+// Rows and scales of one-byte numbers, where 32 bits would not do for either's block.
+TYPED_TEST(OffsetsTest, ScalesBeyond32Bits) {
+    Device& device = *this->device_;
+    const Model model{
+        .format = NumberFormat::int8, .query_heads = 2, .kv_heads = 1, .head_dim = head_dim};
+    constexpr std::int64_t block_size = 16;
+    constexpr std::int64_t tokens = 40;
+    for (const Layout layout : {Layout::block_major, Layout::layer_major}) {
+        const Placement placement{.layout = layout, .layers = 2};
+        const std::int64_t blocks = (std::int64_t{5} << 30) / (4 * block_size * head_dim);
+        PoolView pool = strides(model, placement, block_size, blocks);
+        const std::int64_t bytes =
+            layout == Layout::layer_major ? 2 * pool.value_offset : blocks * pool.block_stride;
+        const auto memory = TestFixture::Make::makeSparse(device, static_cast<std::size_t>(bytes));
+        if (memory->data() == nullptr) GTEST_SKIP() << "no room for 5 GB";
+        pool.data = memory->data();
+        const auto last = static_cast<std::int32_t>(blocks - 1);
+        const std::vector<std::int32_t> ids{last, 0, last - 1};
+        const auto table = DeviceArray<std::int32_t>::of(device, ids);
+        const BlockTableView tables{table.data(), 3};
+        const auto runs = DeviceArray<kvgrid::Run>::of(
+            device, {{.slot = 0, .rows = tokens, .first_row = 0, .first_position = 0}});
+        std::vector<float> numbers[2];
+        for (const Kind kind : {Kind::k, Kind::v})
+            for (int i = 0; i < tokens * head_dim; ++i)
+                numbers[kind == Kind::v].push_back(
+                    model.value(kind, 0, i / head_dim, 0, i % head_dim));
+        const auto k = DeviceArray<float>::of(device, numbers[0]);
+        const auto v = DeviceArray<float>::of(device, numbers[1]);
+        device.operations().append({.rows = tokens,
+                                    .query_heads = 2,
+                                    .kv_heads = 1,
+                                    .head_dim = head_dim,
+                                    .input_format = NumberFormat::fp32,
+                                    .k = k.data(),
+                                    .v = v.data(),
+                                    .runs = runs.data(),
+                                    .run_count = 1,
+                                    .tables = tables,
+                                    .pool = pool,
+                                    .layer = 1},
+                                   device.defaultStream());
+        // By arithmetic of this test's own.
+        for (const Kind kind : {Kind::k, Kind::v})
+            for (std::int64_t token = 0; token < tokens; ++token) {
+                const std::int64_t block = ids[static_cast<std::size_t>(token / block_size)];
+                std::uint16_t scale = 0;
+                device.copy(&scale,
+                            pool.data + pool.layer_stride + block * pool.block_stride +
+                                pool.scale_offset + token % block_size * 2 +
+                                (kind == Kind::v ? pool.value_offset : 0),
+                            2, device.defaultStream());
+                device.synchronize(device.defaultStream());
+                EXPECT_EQ(scale, model.row(kind, 0, token, 0).scale);
+            }
+        for (const NumberFormat format : attendedFormats(device))
+            if (format == model.format) this->expectAttention(model, pool, tables, 1, tokens - 1);
+    }
 }
 
 // ROCm/aiter#2608: block size 1, more than 4 GB of K a layer.
