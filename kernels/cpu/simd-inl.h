@@ -101,23 +101,10 @@ struct StoredVectors<NumberFormat::fp8_e4m3> {
     static constexpr float unit = 1.0F;
 
     static HWY_INLINE Floats load(const std::uint8_t* from) {
-        const FloatTag tag;
-#if HWY_TARGET == HWY_SCALAR
-        return hn::Set(tag, e4m3ToFloat(*from));
-#else
-        const hn::Rebind<std::uint8_t, FloatTag> narrow;
-        const hn::RebindToUnsigned<FloatTag> wide;
-        const auto bits = hn::PromoteTo(wide, hn::LoadU(narrow, from));
-        const auto magnitude = hn::ShiftLeft<20>(hn::And(bits, hn::Set(wide, 0x7FU)));
-        const auto sign = hn::ShiftLeft<24>(hn::And(bits, hn::Set(wide, 0x80U)));
-        const Floats normal = hn::BitCast(tag, hn::Add(magnitude, hn::Set(wide, 120U << 23)));
-        // Below 2^-6 the exponent is that of 2^-6, without the hidden bit.
-        const Floats least = hn::Set(tag, 0x1p-6F);
-        const Floats subnormal =
-            hn::Sub(hn::BitCast(tag, hn::Add(magnitude, hn::Set(wide, 121U << 23))), least);
-        return hn::Or(hn::IfThenElse(hn::Lt(normal, least), subnormal, normal),
-                      hn::BitCast(tag, sign));
-#endif
+        HWY_ALIGN float numbers[vector_lanes];
+        for (int i = 0; i < vector_lanes; ++i)
+            numbers[i] = e4m3ToFloat(from[i]);
+        return hn::Load(FloatTag(), numbers);
     }
 #endif
 
