@@ -74,16 +74,16 @@ SpotCheck::Found SpotCheck::compareUnit(std::size_t index, std::int64_t length,
     Found found;
     for (int step = 0; step < steps_; ++step) {
         for (int head = 0; head < group; ++head) {
-            const auto errorAgainst = [&](const Reference::KeysValues& keys_values) {
+            const auto error_against = [&](const Reference::KeysValues& keys_values) {
                 return oracle::relativeError(
                     {output, head_dim},
                     reference_->attend(unit, keys_values, unit.kv_head * group + head,
                                        length - steps_ + step));
             };
-            const double error = errorAgainst(stored);
+            const double error = error_against(stored);
             if (reference_->quantises())
                 found.unquantised_rel_error =
-                    std::max(found.unquantised_rel_error, errorAgainst(unquantised));
+                    std::max(found.unquantised_rel_error, error_against(unquantised));
             output += static_cast<std::ptrdiff_t>(head_dim);
             ++found.checked;
             if (!(error <= bound)) ++found.wrong;

@@ -106,17 +106,17 @@ INSTANTIATE_TEST_SUITE_P(Formats, VerifyLowBit, testing::Values("fp8", "int8"),
                          [](const auto& tested) { return std::string(tested.param); });
 
 TEST(Verify, SaysWhatLowBitNumbersCost) {
-    const auto rowOf = [](const char* format) {
+    const auto row_of = [](const char* format) {
         const Finished finished =
             verify(2, {"--layers", "1", "--context", "128", "--kv-dtype", format, "--json", "-"});
         EXPECT_EQ(finished.code, 0) << finished.err;
         return nlohmann::json::parse(finished.out)["rows"][0];
     };
-    EXPECT_FALSE(rowOf("bf16").contains("unquantised_rel_error"));
+    EXPECT_FALSE(row_of("bf16").contains("unquantised_rel_error"));
     // Half a unit is up to 2^-4 of an e4m3 number, and 1 / 254 of the largest of an int8 row.
-    const auto fp8 = rowOf("fp8");
+    const auto fp8 = row_of("fp8");
     EXPECT_LT(fp8["unquantised_rel_error"], 0.1);
-    const auto int8 = rowOf("int8");
+    const auto int8 = row_of("int8");
     EXPECT_LT(int8["unquantised_rel_error"], fp8["unquantised_rel_error"]);
     EXPECT_GT(int8["unquantised_rel_error"], 1e-3);
     EXPECT_EQ(int8["stored_wrong"], 0);
