@@ -89,10 +89,8 @@ KVGRID_HOST_DEVICE constexpr std::uint8_t e4m3FromFloat(float value) {
     return static_cast<std::uint8_t>(magnitude > 0x43E80000U ? 0x7FU : rounded);
 }
 
-// |value| rounds to 127 at most, which the scale sees to. NaN, for which there is no number here,
-// is 0: the row's scale is not finite then.
+// |value| rounds to 127 at most: `quantised` sees to it.
 KVGRID_HOST_DEVICE constexpr std::int8_t int8FromFloat(float value) {
-    if (value != value) return 0;
     constexpr float to_integer = 12582912.0F;  // 1.5 x 2^23: adding it rounds to an integer
     return static_cast<std::int8_t>(__builtin_bit_cast(std::uint32_t, value + to_integer) & 0xFFU);
 }
