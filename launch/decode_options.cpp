@@ -186,6 +186,7 @@ Result<DecodeSetup> prepareDecode(const DecodeOptions& options, const Process& p
         .output_format = process.device() == DeviceKind::cuda ? in_16_bits : NumberFormat::fp32,
         .rotary = model->rotary,
         .softmax_scale = model->softmax_scale,
+        .logit_softcap = model->logit_softcap,
         .layout = options.layout,
         .block_size = options.block_size,
         .device_blocks = 1,

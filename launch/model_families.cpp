@@ -19,7 +19,7 @@ constexpr std::array families{
     Family{.model_type = "ernie4_5", .positions = Positions::interleaved},
     Family{.model_type = "ernie4_5_moe", .positions = Positions::interleaved},
     Family{.model_type = "falcon", .multi_query = true},
-    Family{.model_type = "gemma2", .window = 4096, .full_every = 2},
+    Family{.model_type = "gemma2", .window = 4096, .full_every = 2, .softcap = 50},
     Family{.model_type = "gemma3", .two_rotaries = true, .window = 4096, .full_every = 6},
     Family{.model_type = "gemma3_text", .two_rotaries = true, .window = 4096, .full_every = 6},
     Family{.model_type = "glm", .positions = Positions::interleaved, .rotary_share = 0.5},

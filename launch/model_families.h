@@ -25,6 +25,7 @@ struct Family {
     bool window_off = false;        // a window counts only with use_sliding_window: true
     std::int64_t full_every = 0;    // of layers with a window, each n-th is full; 0: none
     std::int64_t linear_every = 0;  // each n-th layer has KV, the others are recurrent; 0: all have
+    double softcap = 0;             // of scores; 0: none unless the file says so
     bool sinks = false;             // a learned logit a head joins the softmax
 };
 

@@ -338,15 +338,14 @@ private:
             config_.softmax_scale = *scale;
         }
         if (!model_.boolean({"scale_attn_weights"}).value_or(true)) config_.softmax_scale = 1.0;
+        const double absent = model_.isNull("attn_logit_softcapping") ? 0 : family_.softcap;
+        config_.logit_softcap = model_.positive({"attn_logit_softcapping"}).value_or(absent);
     }
 
     void readObstacles() {
         for (const Switch& part : switches) {
             if (!model_.boolean({part.key}).value_or(false)) continue;
             obstacle(std::string(part.key), std::string(part.why));
-        }
-        if (model_.number({"attn_logit_softcapping"}).value_or(0) != 0) {
-            obstacle("attn_logit_softcapping", "logit soft-capping is not computed yet");
         }
         if (model_.number({"rope_ratio"}).value_or(1) != 1) {
             obstacle("rope_ratio", "a scaled rotary base is not computed yet");

@@ -109,10 +109,10 @@ void rotate(std::span<float> head, std::int64_t position, const Rotary& rotary) 
 }
 
 State attention(std::span<const double> q, std::span<const double> k, std::span<const double> v,
-                double scale) {
+                double scale, const ScoreTerms& terms) {
     const std::size_t head_dim = q.size();
     const std::size_t tokens = k.size() / head_dim;
-    State state{std::vector<double>(head_dim, 0.0), -std::numeric_limits<double>::infinity()};
+    State state{std::vector<double>(head_dim, 0.0), terms.sink};
     if (tokens == 0) return state;
 
     std::vector<double> weights(tokens);
@@ -121,9 +121,11 @@ State attention(std::span<const double> q, std::span<const double> k, std::span<
         for (std::size_t d = 0; d < head_dim; ++d)
             dot += q[d] * k[t * head_dim + d];
         weights[t] = dot * scale;
+        if (terms.softcap != 0.0)
+            weights[t] = terms.softcap * std::tanh(weights[t] / terms.softcap);
     }
-    const double top = *std::max_element(weights.begin(), weights.end());
-    double sum = 0.0;
+    const double top = std::max(terms.sink, *std::max_element(weights.begin(), weights.end()));
+    double sum = std::exp(terms.sink - top);
     for (double& weight : weights) {
         weight = std::exp(weight - top);
         sum += weight;

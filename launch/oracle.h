@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <vector>
 
@@ -46,13 +47,23 @@ void rotate(std::span<float> head, std::int64_t position, const Rotary& rotary);
 
 struct State {
     std::vector<double> out;  // [head_dim]
-    double lse;               // natural logarithm of the sum of exponentials; -inf without tokens
+    // Natural logarithm of the sum of exponentials, sink included; -inf of nothing.
+    double lse;
+};
+
+// What some models do to scores besides scaling them.
+struct ScoreTerms {
+    // A score becomes softcap * tanh(score / softcap); 0: none (Gemma 2, arXiv 2408.00118).
+    double softcap = 0.0;
+    // A logit that joins the softmax and weighs no value; -inf: none (gpt-oss, arXiv 2508.10925).
+    double sink = -std::numeric_limits<double>::infinity();
 };
 
 // One query head over `tokens` keys and values.
 //   q [head_dim], k and v [tokens, head_dim], scale multiplies q.k
 [[nodiscard]] State attention(std::span<const double> q, std::span<const double> k,
-                              std::span<const double> v, double scale);
+                              std::span<const double> v, double scale,
+                              const ScoreTerms& terms = {});
 
 // ||x - reference|| / ||reference||; infinite when x has a NaN; 0 for two zero vectors.
 [[nodiscard]] double relativeError(std::span<const float> x, std::span<const double> reference);

@@ -97,6 +97,7 @@ Reference::Reference(const CacheConfig& config, std::uint64_t seed)
                                                    : kv_format_),
       scale_(config.softmax_scale > 0 ? config.softmax_scale
                                       : 1.0 / std::sqrt(workload_.headDim())),
+      softcap_(config.logit_softcap),
       kv_heads_(config.geometry.groups.front().kv_heads),
       group_size_(config.geometry.query_heads / kv_heads_) {}
 
@@ -140,7 +141,7 @@ std::vector<double> Reference::attend(const Unit& unit, const KeysValues& stored
     const std::vector<double> q(head.begin(), head.end());
     const std::size_t seen = static_cast<std::size_t>(position + 1) * head_dim;
     return oracle::attention(q, std::span(stored.k).first(seen), std::span(stored.v).first(seen),
-                             scale_)
+                             scale_, {.softcap = softcap_})
         .out;
 }
 

@@ -66,6 +66,7 @@ private:
     oracle::Format kv_format_;
     oracle::Format gathered_format_;
     double scale_;
+    double softcap_;
     int kv_heads_;
     int group_size_;  // query heads of a KV head
 };

@@ -230,6 +230,7 @@ AttendParams Shard::attendParams(const Extent& extent) const {
     params.kv_heads = config_.block.kv_heads;
     params.head_dim = config_.block.head_dim;
     params.scale = config_.softmax_scale;
+    params.softcap = config_.logit_softcap;
     params.q = q_.as<const float>();
     params.runs = tables_.runs();
     params.run_count = extent.runs;

@@ -30,6 +30,7 @@ struct ShardConfig {
     NumberFormat input_format = NumberFormat::bf16;
     RotaryEmbedding rotary;
     float softmax_scale = 1.0F;
+    float logit_softcap = 0.0F;
     GridPlace place;
     PlanLimits limits;
 };

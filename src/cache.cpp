@@ -70,6 +70,7 @@ ShardConfig shardConfigOf(const CacheConfig& config, int rank) {
     shard.input_format = config.input_format;
     shard.rotary = config.rotary;
     shard.softmax_scale = static_cast<float>(config.softmax_scale);
+    shard.logit_softcap = static_cast<float>(config.logit_softcap);
     shard.limits = limitsOf(config);
     return shard;
 }
@@ -103,6 +104,7 @@ std::int64_t configDigest(const CacheConfig& config) {
         add(config.rotary.llama3->original_max_position);
     }
     add(config.softmax_scale);
+    add(config.logit_softcap);
     add(config.layout);
     add(config.block_size);
     add(config.max_sequences);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <limits>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -104,6 +105,15 @@ Result<void> checkRotary(const RotaryEmbedding& rotary, int head_dim) {
         return invalid("rotary llama3 scaling: high_freq_factor is above low_freq_factor");
     }
     return {};
+}
+
+// Kernels have it as fp32: it must neither vanish nor overflow there.
+Result<void> checkSoftcap(double softcap) {
+    using Limits = std::numeric_limits<float>;
+    if (softcap == 0 || (softcap >= double{Limits::min()} && softcap <= double{Limits::max()})) {
+        return {};
+    }
+    return invalid("logit softcap " + std::to_string(softcap) + ": above 0, or 0 for none");
 }
 
 Result<void> checkFormats(const CacheConfig& config) {
@@ -278,6 +288,8 @@ Result<void> validate(const CacheConfig& config) {
         return invalid("softmax scale " + std::to_string(config.softmax_scale) +
                        ": above 0, or 0 for 1 / sqrt(head dim)");
     }
+    checked = checkSoftcap(config.logit_softcap);
+    if (!checked) return checked;
     if (config.layout != PoolLayout::contiguous) {
         checked = checkBlockSize(config.block_size);
         if (!checked) return checked;

@@ -66,6 +66,9 @@ struct CacheConfig {
     NumberFormat output_format = NumberFormat::fp32;  // of attention outputs: fp32, fp16 or bf16
     RotaryEmbedding rotary;
     double softmax_scale = 0.0;  // of q.k; 0: 1 / sqrt(head_dim)
+    // A score becomes softcap * tanh(score / softcap) before the softmax (Gemma 2, arXiv
+    // 2408.00118); 0: none.
+    double logit_softcap = 0.0;
 
     PoolLayout layout = PoolLayout::block_major;
     int block_size = 64;  // tokens, a power of two in [1, 256]; ignored by contiguous

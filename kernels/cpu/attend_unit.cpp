@@ -119,6 +119,7 @@ private:
                     .tokens = tokens.count,
                     .head_dim = params_.head_dim,
                     .scale = params_.scale * StoredVectors<format>::unit,
+                    .softcap = params_.softcap,
                     .ahead = ahead_,
                     .key_scales = scratch_.scales,
                     .value_scales = scratch_.scales + AttendScratch::score_stride};

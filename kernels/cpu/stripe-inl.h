@@ -175,6 +175,17 @@ HWY_NOINLINE void weigh(const float* weights, const std::byte* const* values, in
     }
 }
 
+// scores[i] = cap * tanh(scores[i] / cap) for i < count; overwrites up to a vector beyond.
+HWY_NOINLINE void softcap(float cap, float* HWY_RESTRICT scores, int count) {
+    const FloatTag tag;
+    const Floats caps = hn::Set(tag, cap);
+    for (int i = 0; i < count; i += vector_lanes) {
+        // Unlike Exp below, Tanh leaves NaN as it is.
+        const Floats share = hn::Div(hn::LoadU(tag, scores + i), caps);
+        hn::StoreU(hn::Mul(caps, hn::Tanh(tag, share)), tag, scores + i);
+    }
+}
+
 struct SoftmaxSums {
     float top;  // the largest score
     float sum;  // of exp(score - top)
@@ -218,7 +229,8 @@ struct Stripe {
     int tokens;  // >= 1
     int head_dim;
     float scale;
-    int ahead;  // fetch the row that comes so many rows later; 0: do not
+    float softcap;  // 0: none
+    int ahead;      // fetch the row that comes so many rows later; 0: do not
     // Of its tokens' K and V, where the format has scales; a vector beyond the last one is
     // readable.
     const float* key_scales;
@@ -322,6 +334,7 @@ HWY_NOINLINE void attendStripe(const Stripe& stripe, const float* q, const int* 
         if (limits[r] == 0) continue;
         float* const scores = scratch.scores + r * AttendScratch::score_stride;
         if constexpr (hasScales(format)) multiply(scores, stripe.key_scales, limits[r]);
+        if (stripe.softcap != 0.0F) softcap(stripe.softcap, scores, limits[r]);
         const SoftmaxSums sums = softmax(scores, limits[r]);
         if constexpr (hasScales(format)) multiply(scores, stripe.value_scales, limits[r]);
         sum_of[r] = sums.sum;

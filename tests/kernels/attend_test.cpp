@@ -100,6 +100,45 @@ TYPED_TEST(AttendTest, HugelyNegativeScores) {
     }
 }
 
+// Scores have a standard deviation of 2.7: they lie far within the cap of 50, and mostly at that of
+// 1.
+TYPED_TEST(AttendTest, SoftcapBendsScores) {
+    for (const float softcap : {1.0F, 3.0F, 50.0F})
+        for (const int group : {1, 3, 18})
+            this->checkDecode({.query_heads = 2 * group,
+                               .kv_heads = 2,
+                               .head_dim = 64,
+                               .scale = 1.0F,
+                               .softcap = softcap},
+                              {}, {1, 15, 16, 17, 255, 256, 257, 700});
+}
+
+// A softcap bounds what a hugely negative or positive score can be; NaN it leaves.
+TYPED_TEST(AttendTest, SoftcapOfHugeScoresAndOfNan) {
+    Model model{.query_heads = 2, .kv_heads = 1, .head_dim = 64, .scale = 1.0F, .softcap = 4.0F};
+    for (const float magnitude : {1024.0F, 0x1p40F}) {
+        model.number = [magnitude](Kind kind, int, std::int64_t position, int, int element) {
+            if (kind == Kind::q) return element == 0 ? 1.0F : 0.0F;
+            if (kind == Kind::k && element == 0) return position % 2 == 0 ? -magnitude : magnitude;
+            return hashed(8, kind, 0, static_cast<std::uint64_t>(position), 0,
+                          static_cast<std::uint64_t>(element));
+        };
+        this->checkDecode(model, {}, {1, 100, 600});
+    }
+    model.number = [](Kind kind, int, std::int64_t position, int, int element) {
+        if (kind == Kind::k && position == 7) return std::numeric_limits<float>::quiet_NaN();
+        return hashed(8, kind, 0, static_cast<std::uint64_t>(position), 0,
+                      static_cast<std::uint64_t>(element));
+    };
+    const PagedWorld world(*this->device_, model, {}, {{.id = 0, .length = 300}});
+    for (const float out :
+         attend(world, {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 299}}).out)
+        EXPECT_TRUE(std::isnan(out));
+    const States before =
+        attend(world, {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 6}});
+    expectOracle(world, before, 0, 0, 6);
+}
+
 // vllm#47079, sglang#33065: a base-2 lse merged as a natural one, or the reverse. The stripes'
 // masses differ by factors from e^0.5 to e^60.
 TYPED_TEST(AttendTest, VeryUnequalMassBetweenStripes) {

@@ -35,6 +35,34 @@ TEST(OracleTest, OneTokenAndNone) {
     EXPECT_EQ(none.lse, -infinity);
 }
 
+TEST(OracleTest, SoftcapByHand) {
+    // Scores of 2 artanh(1/2) = ln 3 and of -inf under a cap of 2: 1 and -2.
+    const std::vector<double> q{1.0};
+    const std::vector<double> k{std::log(3.0), -1e300};
+    const std::vector<double> v{1.0, 0.0};
+    const State state = attention(q, k, v, 1.0, {.softcap = 2.0});
+    EXPECT_NEAR(state.out[0], 1.0 / (1.0 + std::exp(-3.0)), 1e-14);
+    EXPECT_NEAR(state.lse, std::log(std::exp(1.0) + std::exp(-2.0)), 1e-14);
+    // The scale comes first.
+    EXPECT_NEAR(attention(q, k, v, 0.5, {.softcap = 1.0}).lse,
+                std::log(std::exp(0.5) + std::exp(-1.0)), 1e-14);
+}
+
+TEST(OracleTest, ASinkJoinsTheSumOnly) {
+    const std::vector<double> q{1.0};
+    const std::vector<double> k{0.0, std::log(2.0)};
+    const std::vector<double> v{3.0, 6.0};
+    const State state = attention(q, k, v, 1.0, {.sink = std::log(5.0)});
+    EXPECT_NEAR(state.out[0], (1 * 3.0 + 2 * 6.0) / 8, 1e-14);
+    EXPECT_NEAR(state.lse, std::log(8.0), 1e-14);
+    const State alone = attention(q, {}, {}, 1.0, {.sink = 7.0});
+    EXPECT_EQ(alone.out[0], 0.0);
+    EXPECT_EQ(alone.lse, 7.0);
+    EXPECT_EQ(attention(q, k, v, 1.0, {.sink = 1e6}).out[0], 0.0);
+    // Neither scaled nor capped.
+    EXPECT_NEAR(attention(q, k, v, 0.5, {.softcap = 1.0, .sink = 40.0}).lse, 40.0, 1e-14);
+}
+
 TEST(OracleTest, LargeScoresDoNotOverflow) {
     const std::vector<double> q{1.0};
     const std::vector<double> k{1e5, 1e5, -1e5};

@@ -82,7 +82,8 @@ struct Model {
     int query_heads = 4;
     int kv_heads = 2;
     int head_dim = 64;
-    float scale = 0.0F;  // 0: 1 / sqrt(head_dim)
+    float scale = 0.0F;    // 0: 1 / sqrt(head_dim)
+    float softcap = 0.0F;  // 0: none
     std::uint64_t seed = 1;
     // Numbers other than `hashed`, before they are rounded to the format.
     std::function<float(Kind, int sequence, std::int64_t position, int head, int element)> number =
@@ -343,6 +344,7 @@ inline States attend(const PagedWorld& world, const Runs& runs, const AttendOpti
                               .kv_heads = model.kv_heads,
                               .head_dim = model.head_dim,
                               .scale = model.softmaxScale(),
+                              .softcap = model.softcap,
                               .q = device_q.data(),
                               .runs = device_runs.data(),
                               .run_count = static_cast<std::int64_t>(runs.size()),
@@ -392,7 +394,8 @@ inline oracle::State oracleState(const PagedWorld& world, int slot, std::int64_t
         k.insert(k.end(), key.worth.begin(), key.worth.end());
         v.insert(v.end(), value.worth.begin(), value.worth.end());
     }
-    return oracle::attention(q, k, v, static_cast<double>(model.softmaxScale()));
+    return oracle::attention(q, k, v, static_cast<double>(model.softmaxScale()),
+                             {.softcap = static_cast<double>(model.softcap)});
 }
 
 // Compares some heads of a row with the oracle.

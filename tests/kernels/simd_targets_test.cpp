@@ -54,6 +54,33 @@ TEST_F(SimdTargetsTest, EachIsRight) {
     EXPECT_GE(targets, 1);
 }
 
+TEST_F(SimdTargetsTest, EachSoftcapsRowsByThemselves) {
+    const Model model{
+        .query_heads = 3, .kv_heads = 1, .head_dim = 64, .scale = 1.0F, .softcap = 2.0F};
+    for (const std::int64_t target : hwy::SupportedAndGeneratedTargets()) {
+        choose(target);
+        SCOPED_TRACE(device_->description());
+        const PagedWorld world(*device_, model, {.block_size = 32}, {{.id = 0, .length = 400}});
+        const States states =
+            attend(world, {{.slot = 0, .rows = 20, .first_row = 0, .first_position = 380}});
+        for (std::int64_t row = 0; row < 20; ++row) {
+            expectOracle(world, states, row, 0, 380 + row);
+            EXPECT_TRUE(sameBits(
+                rowsOf(states, model, row, 1),
+                attend(world,
+                       {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 380 + row}})));
+        }
+        Model broken = model;
+        broken.number = [](Kind kind, int, std::int64_t, int, int) {
+            return kind == Kind::k ? std::numeric_limits<float>::quiet_NaN() : 1.0F;
+        };
+        const PagedWorld nan(*device_, broken, {}, {{.id = 0, .length = 20}});
+        for (const float out :
+             attend(nan, {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 19}}).out)
+            EXPECT_TRUE(std::isnan(out));
+    }
+}
+
 // Special fp16 numbers, where a target without a conversion instruction has code of its own.
 TEST_F(SimdTargetsTest, Fp16SubnormalsAndSpecials) {
     Model model{.format = NumberFormat::fp16, .query_heads = 1, .kv_heads = 1, .head_dim = 64};

@@ -223,6 +223,25 @@ TEST(ModelShapes, RopeScaling) {
               "m.json: rope_scaling: is a string, not an object");
 }
 
+TEST(ModelShapes, Softcap) {
+    const auto softcap = [](const json& changes) {
+        const auto model = parse(config(changes));
+        EXPECT_TRUE(model) << model.error().message;
+        return model->logit_softcap;
+    };
+    EXPECT_EQ(softcap(json::object()), 0.0);
+    EXPECT_EQ(softcap({{"attn_logit_softcapping", 30.5}}), 30.5);
+    EXPECT_EQ(softcap({{"attn_logit_softcapping", nullptr}}), 0.0);
+    // The class's own, where the file has none.
+    EXPECT_EQ(softcap({{"model_type", "gemma2"}}), 50.0);
+    EXPECT_EQ(softcap({{"model_type", "gemma2"}, {"attn_logit_softcapping", nullptr}}), 0.0);
+
+    EXPECT_EQ(message(config({{"attn_logit_softcapping", 0}})),
+              "m.json: attn_logit_softcapping: 0 is not above 0");
+    EXPECT_EQ(message(config({{"attn_logit_softcapping", -50}})),
+              "m.json: attn_logit_softcapping: -50 is not above 0");
+}
+
 TEST(ModelShapes, WhatIsNotDecodedYet) {
     const auto keys = [](const json& changes) {
         std::vector<std::string> found;
@@ -237,8 +256,6 @@ TEST(ModelShapes, WhatIsNotDecodedYet) {
     EXPECT_EQ(keys({{"alibi", true}}), Found{"alibi"});
     EXPECT_EQ(keys({{"alibi", false}}), Found{});
     EXPECT_EQ(keys({{"model_type", "bloom"}}), Found{"model_type"});
-    EXPECT_EQ(keys({{"attn_logit_softcapping", 50.0}}), Found{"attn_logit_softcapping"});
-    EXPECT_EQ(keys({{"attn_logit_softcapping", nullptr}}), Found{});
     EXPECT_EQ(keys({{"rope_ratio", 2}}), Found{"rope_ratio"});
     EXPECT_EQ(keys({{"head_dim", 192}}), Found{"head_dim"});
     EXPECT_EQ(keys({{"num_attention_heads", 256}, {"num_key_value_heads", 1}, {"head_dim", 64}}),

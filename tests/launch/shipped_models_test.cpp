@@ -55,7 +55,7 @@ const std::vector<Expected> table{
     {"qwen3-8b",                 36,  32,  8, 128, 40960,    1e6,    none, 128, 36, 0,  none, "bf16", 147456, 0, {}},
     {"qwen3-32b",                64,  64,  8, 128, 40960,    1e6,    none, 128, 64, 0,  none, "bf16", 262144, 0, {}},
     {"qwen3-235b-a22b",          94,  64,  4, 128, 40960,    1e6,    none, 128, 94, 0,  none, "bf16", 192512, 0, {}},
-    {"gemma-2-9b",               42,  16,  8, 256, 8192,     1e4,    none, 256, 21, 21, 4096, "fp32", 172032, 172032, {"attn_logit_softcapping", "sliding_window"}},
+    {"gemma-2-9b",               42,  16,  8, 256, 8192,     1e4,    none, 256, 21, 21, 4096, "fp32", 172032, 172032, {"sliding_window"}},
     {"gemma-3-27b",              62,  32, 16, 128, none,     1e4,    none, 128, 10, 52, 1024, "bf16", 81920, 425984, {"rope_scaling.rope_type", "rope_local_base_freq", "sliding_window"}},
     {"falcon-7b",                32,  71,  1, 64,  none,     1e4,    none, 64,  32, 0,  none, "bf16", 8192,   0, {}},
     {"phi-3-mini-4k",            32,  32, 32, 96,  4096,     1e4,    none, 96,  0,  32, 2047, "bf16", 0, 393216, {"sliding_window"}},
@@ -196,6 +196,8 @@ TEST(ShippedModels, ShareLayersAsTheirFamilyDoes) {
 }
 
 TEST(ShippedModels, ScaleScoresAsTheirFamilyDoes) {
+    EXPECT_EQ(loadModelConfig(pathOf("gemma-2-9b"))->logit_softcap, 50.0);
+    EXPECT_EQ(loadModelConfig(pathOf("llama-3.1-8b"))->logit_softcap, 0.0);
     EXPECT_DOUBLE_EQ(loadModelConfig(pathOf("gemma-3-27b"))->softmax_scale, 1.0 / std::sqrt(168.0));
     EXPECT_DOUBLE_EQ(loadModelConfig(pathOf("gemma-2-9b"))->softmax_scale, 1.0 / 16.0);
     EXPECT_EQ(loadModelConfig(pathOf("llama-3.1-8b"))->softmax_scale, 0.0);

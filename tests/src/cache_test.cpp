@@ -20,7 +20,8 @@ namespace {
 
 using testing::HasSubstr;
 
-std::vector<double> expected(SequenceId sequence, std::int64_t position, int head) {
+std::vector<double> expected(SequenceId sequence, std::int64_t position, int head,
+                             const oracle::ScoreTerms& terms = {}) {
     const oracle::Rotary rotary{.dim = head_dim};
     const auto headOf = [&](int what, std::int64_t at, int which) {
         std::vector<float> values;
@@ -39,7 +40,13 @@ std::vector<double> expected(SequenceId sequence, std::int64_t position, int hea
             v.push_back(oracle::rounded(x, oracle::Format::bf16));
     }
     const std::vector<float> q = headOf(0, position, head);
-    return oracle::attention(std::vector<double>(q.begin(), q.end()), k, v, 0.125).out;
+    return oracle::attention(std::vector<double>(q.begin(), q.end()), k, v, 0.125, terms).out;
+}
+
+// Of a gathered row.
+std::span<const float> headOf(const std::vector<float>& out, std::size_t row, int head) {
+    return std::span(out).subspan((row * query_heads + static_cast<std::size_t>(head)) * head_dim,
+                                  head_dim);
 }
 
 TEST_F(CacheTest, EveryRankHasAllHeadsOfTheAnswer) {
@@ -51,14 +58,32 @@ TEST_F(CacheTest, EveryRankHasAllHeadsOfTheAnswer) {
     const std::pair<SequenceId, std::int64_t> rows[] = {{b, 0}, {a, 600}, {a, 601}};
     for (std::size_t row = 0; row < 3; ++row) {
         for (int head = 0; head < query_heads; ++head) {
-            const auto at = (row * query_heads + static_cast<std::size_t>(head)) * head_dim;
-            EXPECT_LE(oracle::relativeError(std::span(out).subspan(at, head_dim),
+            EXPECT_LE(oracle::relativeError(headOf(out, row, head),
                                             expected(rows[row].first, rows[row].second, head)),
                       test::output_bound)
                 << "row " << row << " head " << head;
         }
     }
     EXPECT_EQ(cache.length(a), 602);
+}
+
+TEST_F(CacheTest, ASoftcapBendsTheScores) {
+    CacheConfig config = smallConfig();
+    config.logit_softcap = 1.5;
+    Cache cache = make(config);
+    const SequenceId a = allocate(cache, 300);
+    const std::vector<float> out = run(cache, Requests().run(a, 300));
+    for (const std::size_t position : {0, 100, 299}) {
+        for (int head = 0; head < query_heads; ++head) {
+            const auto at = static_cast<std::int64_t>(position);
+            EXPECT_LE(oracle::relativeError(headOf(out, position, head),
+                                            expected(a, at, head, {.softcap = 1.5})),
+                      test::output_bound);
+            if (position == 0) continue;
+            EXPECT_GT(oracle::relativeError(headOf(out, position, head), expected(a, at, head)),
+                      10 * test::output_bound);
+        }
+    }
 }
 
 TEST_F(CacheTest, ShardedOutputIsThisRanksPartOfTheGathered) {
@@ -233,6 +258,8 @@ TEST_F(CacheTest, ConfigurationsAreRefusedByNameOnEveryRank) {
             "grid");
     if (process->size() > 1) {
         refused([](CacheConfig& config) { config.max_step_tokens += process->rank(); },
+                "differs between ranks");
+        refused([](CacheConfig& config) { config.logit_softcap = 30 + process->rank(); },
                 "differs between ranks");
         refused([](CacheConfig& config) { config.block_size = process->rank() == 1 ? 3 : 16; },
                 "rank 1");

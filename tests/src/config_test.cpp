@@ -106,6 +106,7 @@ TEST(Validate, AcceptsWhatCanBeDecoded) {
         EXPECT_TRUE(validate(config)) << errorOf(validate(config));
     }
     EXPECT_EQ(errorAfter([](CacheConfig& c) { c.rotary = {}; }), "(no error)");
+    EXPECT_EQ(errorAfter([](CacheConfig& c) { c.logit_softcap = 50; }), "(no error)");
     EXPECT_EQ(errorAfter([](CacheConfig& c) { c.grid = {.heads = 8, .context = 1}; }),
               "(no error)");
     EXPECT_EQ(errorAfter([](CacheConfig& c) {
@@ -206,6 +207,18 @@ TEST(Validate, Rotary) {
               "softmax scale -1.000000: above 0, or 0 for 1 / sqrt(head dim)");
     EXPECT_EQ(errorAfter([=](CacheConfig& c) { c.softmax_scale = nan; }),
               "softmax scale nan: above 0, or 0 for 1 / sqrt(head dim)");
+}
+
+// As fp32, in the kernels, 1e-60 would be none and 1e60 infinite.
+TEST(Validate, Softcap) {
+    const auto message = [](double softcap) {
+        return errorAfter([=](CacheConfig& c) { c.logit_softcap = softcap; });
+    };
+    EXPECT_EQ(message(-50), "logit softcap -50.000000: above 0, or 0 for none");
+    for (const double wrong : {std::numeric_limits<double>::quiet_NaN(),
+                               std::numeric_limits<double>::infinity(), 1e-60, 1e60, -1e60}) {
+        EXPECT_NE(message(wrong).find("logit softcap "), std::string::npos) << wrong;
+    }
 }
 
 TEST(Validate, BlockSize) {
