@@ -17,14 +17,16 @@ std::int64_t bytesOfRows(const Join::Shape& shape, std::int64_t rows) {
            static_cast<std::int64_t>(bytesPerElement(shape.output_format));
 }
 
-OutputParams localOutput(const Join::Shape& shape, std::int64_t rows, const float* states,
+OutputParams localOutput(const Join::Shape& shape, std::int64_t rows, const Join::States& states,
                          void* destination) {
     OutputParams params;
     params.rows = rows;
     params.heads = shape.local_heads;
     params.head_dim = shape.head_dim;
     params.destination_format = shape.output_format;
-    params.source = states;
+    params.source = states.out;
+    params.lse = states.lse;
+    params.sinks = states.sinks;
     params.destination = destination;
     return params;
 }
@@ -50,9 +52,9 @@ Result<Join> Join::create(Transport& transport, Device& device, const Shape& sha
     return Join(transport, shape, std::move(*receive));
 }
 
-// This rank's part is converted where the all-gather wants it, so nothing is sent from a buffer of
+// This rank's part is made where the all-gather wants it, so nothing is sent from a buffer of
 // its own. The parts then interleave: rank by rank becomes row by row.
-void Join::gather(const float* states, std::int64_t rows, void* out, StreamView stream) {
+void Join::gather(const States& states, std::int64_t rows, void* out, StreamView stream) {
     requireRows(rows, shape_);
     faultPoint("join", transport_->rank());
     if (transport_->size() == 1) {
@@ -72,14 +74,14 @@ void Join::gather(const float* states, std::int64_t rows, void* out, StreamView 
     transport_->allGather(mine, all, stream);
     if (rows == 0) return;
 
-    OutputParams interleave = localOutput(shape_, rows, nullptr, out);
+    OutputParams interleave = localOutput(shape_, rows, {}, out);
     interleave.parts = transport_->size();
     interleave.source_format = shape_.output_format;
     interleave.source = all.data();
     operations.output(interleave, stream);
 }
 
-void Join::keep(const float* states, std::int64_t rows, void* out, StreamView stream) {
+void Join::keep(const States& states, std::int64_t rows, void* out, StreamView stream) {
     requireRows(rows, shape_);
     if (rows == 0) return;
     stream.device().operations().output(localOutput(shape_, rows, states, out), stream);

@@ -12,8 +12,8 @@
 // read anew. append takes from the runs on the device, and attend from the plan and the runs, how
 // many rows there are and where.
 // So between replays these may change: the runs, where rows, run_count and max_position of the
-// capture are upper bounds and a run of 0 rows is none; the block tables; q, k, v, cosines and
-// sines. The pairs of copyBlocks are parameters and do not change.
+// capture are upper bounds and a run of 0 rows is none; the block tables; q, k, v, cosines, sines
+// and sinks. The pairs of copyBlocks are parameters and do not change.
 #pragma once
 
 #include <cstddef>
@@ -187,6 +187,8 @@ struct CopyBlocksParams {
 
 // Writes states or gathered parts as the caller wants them:
 //   destination[row, part * heads + head, :] = source[part, row, head, :], converted.
+// With sinks the source is the `out` of states, and the state (0, the head's sink) is merged into
+// each, as the right operand, before it is converted.
 struct OutputParams {
     std::int64_t rows = 0;
     std::int64_t parts = 1;
@@ -195,6 +197,8 @@ struct OutputParams {
     NumberFormat source_format = NumberFormat::fp32;       // fp32, or destination_format
     NumberFormat destination_format = NumberFormat::fp32;  // fp32, fp16 or bf16
     const void* source = nullptr;
+    const float* lse = nullptr;    // [parts, rows, heads], of the source; unused without sinks
+    const float* sinks = nullptr;  // [parts * heads] logits; null: none. The source is fp32
     void* destination = nullptr;
 };
 

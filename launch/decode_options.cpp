@@ -187,6 +187,7 @@ Result<DecodeSetup> prepareDecode(const DecodeOptions& options, const Process& p
         .rotary = model->rotary,
         .softmax_scale = model->softmax_scale,
         .logit_softcap = model->logit_softcap,
+        .attention_sinks = model->attention_sinks,
         .layout = options.layout,
         .block_size = options.block_size,
         .device_blocks = 1,

@@ -48,7 +48,18 @@ Result<DecodeRun> DecodeRun::create(Process& process, const CacheConfig& config,
                                     bool graph) {
     auto cache = Cache::create(process, config);
     if (!cache) return tl::unexpected(cache.error());
-    return DecodeRun(process, std::move(*cache), seed, graph);
+    DecodeRun run(process, std::move(*cache), seed, graph);
+    if (config.attention_sinks) run.setSinks();
+    return run;
+}
+
+void DecodeRun::setSinks() {
+    for (int layer = 0; layer < cache_.config().geometry.layers; ++layer) {
+        std::vector<float> logits;
+        for (int head = 0; head < heads_.query_heads; ++head)
+            logits.push_back(workload_.sink(layer, heads_.first_query_head + head));
+        orThrow(cache_.setSinks(layer, logits));
+    }
 }
 
 Result<void> DecodeRun::addSequence(std::int64_t key, std::int64_t max_length) {

@@ -122,6 +122,8 @@ private:
 
     DecodeRun(Process& process, Cache cache, std::uint64_t seed, bool graph);
 
+    // Of every layer: what the model has learned, drawn from the seed.
+    void setSinks();
     [[nodiscard]] std::vector<RowInput> rowsOf(std::span<const RunTokens> runs) const;
     [[nodiscard]] Inputs makeRoom(int layers, std::int64_t rows, bool with_q) const;
     // Into the room of one layer. `layer` is whose data it is.

@@ -29,6 +29,7 @@ struct ModelConfig {
     RotaryEmbedding rotary;    // dim 0: none, or an obstacle stands in its place
     double softmax_scale = 0;  // of q.k; 0: 1 / sqrt(head_dim)
     double logit_softcap = 0;  // as of CacheConfig; 0: none
+    bool attention_sinks = false;
     std::optional<NumberFormat>
         dtype;  // of the weights; none: not in the file, or not a 16 or 32 bit float
     std::int64_t max_positions = 0;  // 0: not in the file

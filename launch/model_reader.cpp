@@ -339,6 +339,7 @@ private:
         }
         if (!model_.boolean({"scale_attn_weights"}).value_or(true)) config_.softmax_scale = 1.0;
         const double absent = model_.isNull("attn_logit_softcapping") ? 0 : family_.softcap;
+        config_.attention_sinks = family_.sinks;
         config_.logit_softcap = model_.positive({"attn_logit_softcapping"}).value_or(absent);
     }
 
@@ -349,11 +350,6 @@ private:
         }
         if (model_.number({"rope_ratio"}).value_or(1) != 1) {
             obstacle("rope_ratio", "a scaled rotary base is not computed yet");
-        }
-        if (family_.sinks) {
-            obstacle("model_type", config_.model_type +
-                                       " has attention sinks, which are not "
-                                       "computed yet");
         }
         if (family_.two_rotaries) {
             obstacle("rope_local_base_freq",

@@ -98,6 +98,7 @@ Reference::Reference(const CacheConfig& config, std::uint64_t seed)
       scale_(config.softmax_scale > 0 ? config.softmax_scale
                                       : 1.0 / std::sqrt(workload_.headDim())),
       softcap_(config.logit_softcap),
+      sinks_(config.attention_sinks),
       kv_heads_(config.geometry.groups.front().kv_heads),
       group_size_(config.geometry.query_heads / kv_heads_) {}
 
@@ -140,8 +141,10 @@ std::vector<double> Reference::attend(const Unit& unit, const KeysValues& stored
     oracle::rotate(head, position, rotary_);
     const std::vector<double> q(head.begin(), head.end());
     const std::size_t seen = static_cast<std::size_t>(position + 1) * head_dim;
+    oracle::ScoreTerms terms{.softcap = softcap_};
+    if (sinks_) terms.sink = workload_.sink(unit.layer, query_head);
     return oracle::attention(q, std::span(stored.k).first(seen), std::span(stored.v).first(seen),
-                             scale_, {.softcap = softcap_})
+                             scale_, terms)
         .out;
 }
 

@@ -67,6 +67,7 @@ private:
     oracle::Format gathered_format_;
     double scale_;
     double softcap_;
+    bool sinks_;
     int kv_heads_;
     int group_size_;  // query heads of a KV head
 };

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdlib>
+#include <vector>
 
 namespace kvgrid::launch {
 
@@ -95,6 +96,12 @@ void Workload::fill(Tensor tensor, const TokenAt& token, Heads heads, void* out)
 
 void Workload::fillHead(Tensor tensor, const TokenAt& token, int head, std::span<float> out) const {
     fillRow(tensor, token, {.first = head, .count = 1}, as_float_, out.data());
+}
+
+float Workload::sink(int layer, int query_head) const {
+    std::vector<float> values(static_cast<std::size_t>(head_dim_));
+    fillHead(Tensor::sinks, {.layer = layer}, query_head, values);
+    return 8.0F + values.front();
 }
 
 }  // namespace kvgrid::launch

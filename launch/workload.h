@@ -11,7 +11,7 @@
 
 namespace kvgrid::launch {
 
-enum class Tensor : std::uint8_t { q, k, v };
+enum class Tensor : std::uint8_t { q, k, v, sinks };
 
 // Heads [first, first + count) of the model.
 struct Heads {
@@ -37,6 +37,10 @@ public:
     void fill(Tensor tensor, const TokenAt& token, Heads heads, void* out) const;
     // The same values of one head as fp32. out [head_dim]
     void fillHead(Tensor tensor, const TokenAt& token, int head, std::span<float> out) const;
+    // The sink's logit of a query head, within 3.46 of 8: it weighs as much as some thousand tokens
+    // do, whose scores have mean 0 and standard deviation 1, so that losing it shows at any
+    // context.
+    [[nodiscard]] float sink(int layer, int query_head) const;
 
     [[nodiscard]] NumberFormat format() const noexcept { return format_; }
     [[nodiscard]] int headDim() const noexcept { return head_dim_; }

@@ -21,6 +21,7 @@
 #include "kernels/attention_state.h"
 #include "kernels/profile_range.h"
 #include "shard/shard.h"
+#include "shard/sinks.h"
 #include "src/coordinator.h"
 #include "src/part_timer.h"
 
@@ -105,6 +106,7 @@ std::int64_t configDigest(const CacheConfig& config) {
     }
     add(config.softmax_scale);
     add(config.logit_softcap);
+    add(config.attention_sinks);
     add(config.layout);
     add(config.block_size);
     add(config.max_sequences);
@@ -181,6 +183,7 @@ struct Cache::State {
     PlanLimits limits;
     std::int64_t block_bytes;
     Shard shard;
+    Sinks sinks;
     comm::Join join;
     StreamView stream;                       // of the step
     Event order;                             // between it and other streams
@@ -322,6 +325,13 @@ Result<Cache> Cache::create(Process& process, const CacheConfig& given) {
     if (Result<void> agreed = control.agree(made); !agreed)
         return tl::unexpected<Failure>(agreed.error());
 
+    Result<Sinks> sinks =
+        Sinks::create(*ranks.device, config->attention_sinks ? config->geometry.layers : 0,
+                      shard_config.query_heads);
+    const Result<void> sunk = sinks ? Result<void>() : tl::unexpected<Failure>(sinks.error());
+    if (Result<void> agreed = control.agree(sunk); !agreed)
+        return tl::unexpected<Failure>(agreed.error());
+
     Result<comm::Join> join = comm::Join::create(ranks.transport(), *ranks.device,
                                                  {.max_rows = config->max_step_tokens,
                                                   .local_heads = shard_config.query_heads,
@@ -336,6 +346,7 @@ Result<Cache> Cache::create(Process& process, const CacheConfig& given) {
                                            .limits = shard_config.limits,
                                            .block_bytes = block_bytes,
                                            .shard = std::move(*shard),
+                                           .sinks = std::move(*sinks),
                                            .join = std::move(*join),
                                            .stream = ranks.device->defaultStream(),
                                            .order = Event(*ranks.device),
@@ -346,6 +357,15 @@ Result<Cache> Cache::create(Process& process, const CacheConfig& given) {
             CoordinatorConfig{.limits = state->limits, .block_sizes = {config->block_size}});
     }
     return Cache(std::move(state));
+}
+
+Result<void> Cache::setSinks(int layer, std::span<const float> logits) {
+    State& state = *state_;
+    if (Result<void> outside = state.checkOutsideOfGraphs("setSinks", state.stream); !outside)
+        return outside;
+    if (Result<void> set = state.sinks.set(layer, logits, state.stream); !set) return set;
+    state.ranks->synchronize(state.stream);
+    return {};
 }
 
 Result<Step> Cache::begin(const Requests& requests, cudaStream_t stream) {
@@ -413,6 +433,8 @@ Result<void> Cache::attend(const Step& step, int layer, void* out, Output output
         if (out == nullptr && extent.rows > 0)
             return failure(ErrorCode::invalid_argument, "out is null");
         if (Result<void> joined = state.checkJoin(output, extent.capturing); !joined) return joined;
+        const Result<const float*> sinks = state.sinks.of(layer);
+        if (!sinks) return tl::unexpected<Failure>(sinks.error());
         {
             const ProfileRange range("attend");
             const Result<void> attended = state.parts.measure(
@@ -420,11 +442,13 @@ Result<void> Cache::attend(const Step& step, int layer, void* out, Output output
             if (!attended) return attended;
         }
         const ProfileRange range("join");
+        const comm::Join::States states{
+            .out = state.shard.states(), .lse = state.shard.lse(), .sinks = *sinks};
         return state.parts.measure(PartTimer::join, on, [&]() -> Result<void> {
             if (output == Output::gathered) {
-                state.join.gather(state.shard.states(), extent.rows, out, on);
+                state.join.gather(states, extent.rows, out, on);
             } else {
-                state.join.keep(state.shard.states(), extent.rows, out, on);
+                state.join.keep(states, extent.rows, out, on);
             }
             return {};
         });

@@ -143,6 +143,16 @@ public:
     Cache& operator=(Cache&&) noexcept;
     ~Cache();
 
+    // The learned attention sinks of one layer (gpt-oss, arXiv 2508.10925): a logit a query head
+    // that joins the softmax's denominator and weighs no value, unscaled and uncapped. As with q,
+    // a rank gives those of its own query heads. Local; over when it returns, outside of graphs.
+    // What is attended from now on has them, and so has what graphs attend that were captured
+    // before.
+    //   logits  [query heads of this rank], on the host; -inf: the head has none
+    // invalid_argument: a configuration without attention_sinks, a layer that is not there, another
+    // number of logits, NaN or +inf.
+    [[nodiscard]] Result<void> setSinks(int layer, std::span<const float> logits);
+
     // Collective. Plans the requests on rank 0 and applies the plan on all ranks. A step that was
     // not advanced is dropped: its tokens stay appended but not committed. A stream must live until
     // the next begin, and the last one until the cache ends.
@@ -158,7 +168,8 @@ public:
                                       const void* v, cudaStream_t stream = nullptr);
 
     // Attention of the step's rows over their sequences, causal, own token included. Collective
-    // when the output is gathered.
+    // when the output is gathered. invalid_argument also: sinks are configured, but this layer's
+    // were never set.
     //   out  [rows, query heads (all, or of this rank when sharded), head_dim]  output_format
     [[nodiscard]] Result<void> attend(const Step& step, int layer, void* out, Output output,
                                       cudaStream_t stream = nullptr);

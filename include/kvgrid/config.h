@@ -69,6 +69,7 @@ struct CacheConfig {
     // A score becomes softcap * tanh(score / softcap) before the softmax (Gemma 2, arXiv
     // 2408.00118); 0: none.
     double logit_softcap = 0.0;
+    bool attention_sinks = false;  // every layer has learned sinks: see Cache::setSinks
 
     PoolLayout layout = PoolLayout::block_major;
     int block_size = 64;  // tokens, a power of two in [1, 256]; ignored by contiguous

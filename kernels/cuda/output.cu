@@ -1,3 +1,4 @@
+#include "kernels/attention_state.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/numbers.cuh"
 #include "kernels/cuda/operations.h"
@@ -7,6 +8,18 @@ namespace {
 
 constexpr int threads = 256;
 constexpr std::int64_t most_blocks = 1 << 20;
+
+// Merges numbers [at, at + count) of a row of one part with the sink of their head.
+template <int count>
+__device__ void mergeSink(const OutputParams& params, std::int64_t state, std::int64_t part,
+                          std::int64_t at, Pack<float, count>& numbers) {
+    const std::int64_t head = at / params.head_dim;
+    const MergeWeights weights = mergeWeights(params.lse[state * params.heads + head],
+                                              params.sinks[part * params.heads + head]);
+#pragma unroll
+    for (int i = 0; i < count; ++i)
+        numbers.values[i] = mergeOut(weights, numbers.values[i], 0.0F);
+}
 
 // Copies or converts `count` numbers a thread; a block of threads does one row of one part.
 template <int count>
@@ -22,9 +35,9 @@ __global__ void __launch_bounds__(threads)
         for (std::int64_t i = std::int64_t{threadIdx.x} * count; i < numbers;
              i += threads * count) {
             if (params.source_format == NumberFormat::fp32) {
-                storeNumbers<count>(
-                    params.destination_format, params.destination, to + i,
-                    loadNumbers<count>(NumberFormat::fp32, params.source, from + i));
+                auto numbers = loadNumbers<count>(NumberFormat::fp32, params.source, from + i);
+                if (params.sinks != nullptr) mergeSink<count>(params, state, part, i, numbers);
+                storeNumbers<count>(params.destination_format, params.destination, to + i, numbers);
             } else {
                 using Bits = Pack<std::uint16_t, count>;
                 *reinterpret_cast<Bits*>(static_cast<std::uint16_t*>(params.destination) + to + i) =
@@ -46,6 +59,8 @@ void output(const OutputParams& params, StreamView stream) {
     if (params.source_format != NumberFormat::fp32 &&
         params.source_format != params.destination_format)
         throw Error(ErrorCode::internal, "output: the source is neither fp32 nor as wanted");
+    if (params.sinks != nullptr && params.source_format != NumberFormat::fp32)
+        throw Error(ErrorCode::internal, "output: sinks, but the source is not fp32");
     if (bytesPerElement(params.destination_format) < 2)
         throw Error(ErrorCode::internal, "output: the destination is not fp32, fp16 or bf16");
     if (params.rows * params.parts * params.heads == 0) return;

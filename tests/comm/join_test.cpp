@@ -8,6 +8,7 @@
 
 #include <gtest/gtest.h>
 
+#include "kernels/attention_state.h"
 #include "kernels/number_formats.h"
 #include "tests/comm/guarded_bytes.h"
 #include "tests/comm/transports.h"
@@ -123,7 +124,8 @@ TYPED_TEST(JoinTest, GathersAllHeadsInOrder) {
             const auto mine = states(shape, rows, this->rank());
             const GuardedBytes source(*this->device, std::as_bytes(std::span(mine)));
             const GuardedBytes out(*this->device, expected.size());
-            join.gather(source.as<float>().data(), rows, out.span().data(), this->stream());
+            join.gather({.out = source.as<float>().data()}, rows, out.span().data(),
+                        this->stream());
             EXPECT_EQ(out.download(), expected) << rows << " rows";
             EXPECT_TRUE(out.guardsHold());
             EXPECT_TRUE(std::ranges::equal(source.download(), std::as_bytes(std::span(mine))));
@@ -140,10 +142,64 @@ TYPED_TEST(JoinTest, KeepsItsOwnHeads) {
             const auto mine = states(shape, rows, this->rank());
             const GuardedBytes source(*this->device, std::as_bytes(std::span(mine)));
             const GuardedBytes out(*this->device, expected.size());
-            join.keep(source.as<float>().data(), rows, out.span().data(), this->stream());
+            join.keep({.out = source.as<float>().data()}, rows, out.span().data(), this->stream());
             EXPECT_EQ(out.download(), expected) << rows << " rows";
             EXPECT_TRUE(out.guardsHold());
         }
+    }
+}
+
+// Each rank has its own heads' sinks, and they are merged in fp32.
+TYPED_TEST(JoinTest, SinksAreMergedOnTheWay) {
+    const auto lse = [](int rank, std::int64_t row, std::int64_t head) {
+        return row == 1 ? empty_lse : static_cast<float>((rank * 5 + row * 3 + head) % 7) - 3.0F;
+    };
+    const auto sink = [](int rank, std::int64_t head) {
+        return head == 2 ? empty_lse : static_cast<float>((rank * 3 + head) % 5) - 2.0F;
+    };
+    for (const Case& shape : cases()) {
+        SCOPED_TRACE(text(shape));
+        Join join = this->makeJoin(shape);
+        const auto outputs = [&](int first, int last) {
+            std::vector<std::byte> bytes;
+            for (std::int64_t row = 0; row < max_rows; ++row) {
+                for (int rank = first; rank < last; ++rank) {
+                    for (std::int64_t head = 0; head < shape.heads; ++head) {
+                        const MergeWeights weights =
+                            mergeWeights(lse(rank, row, head), sink(rank, head));
+                        for (int dim = 0; dim < shape.head_dim; ++dim)
+                            appendRounded(bytes,
+                                          mergeOut(weights, stateValue(rank, row, head, dim), 0.0F),
+                                          shape.format);
+                    }
+                }
+            }
+            return bytes;
+        };
+        const auto mine = states(shape, max_rows, this->rank());
+        std::vector<float> my_lse, my_sinks;
+        for (std::int64_t row = 0; row < max_rows; ++row) {
+            for (std::int64_t head = 0; head < shape.heads; ++head)
+                my_lse.push_back(lse(this->rank(), row, head));
+        }
+        for (std::int64_t head = 0; head < shape.heads; ++head)
+            my_sinks.push_back(sink(this->rank(), head));
+        const GuardedBytes source(*this->device, std::as_bytes(std::span(mine)));
+        const GuardedBytes source_lse(*this->device, std::as_bytes(std::span(my_lse)));
+        const GuardedBytes source_sinks(*this->device, std::as_bytes(std::span(my_sinks)));
+        const Join::States sunk{.out = source.as<float>().data(),
+                                .lse = source_lse.as<float>().data(),
+                                .sinks = source_sinks.as<float>().data()};
+        const auto all = outputs(0, this->size());
+        const GuardedBytes out(*this->device, all.size());
+        join.gather(sunk, max_rows, out.span().data(), this->stream());
+        EXPECT_EQ(out.download(), all);
+        EXPECT_TRUE(out.guardsHold());
+        const auto own = outputs(this->rank(), this->rank() + 1);
+        const GuardedBytes kept(*this->device, own.size());
+        join.keep(sunk, max_rows, kept.span().data(), this->stream());
+        EXPECT_EQ(kept.download(), own);
+        EXPECT_TRUE(kept.guardsHold());
     }
 }
 
@@ -154,7 +210,7 @@ TYPED_TEST(JoinTest, MoreRowsThanItWasMadeForThrow) {
         const auto mine = states(shape, max_rows + 1, this->rank());
         const GuardedBytes source(*this->device, std::as_bytes(std::span(mine)));
         const GuardedBytes out(*this->device, mine.size() * 4 * this->ranks());
-        const float* const from = source.as<float>().data();
+        const Join::States from{.out = source.as<float>().data()};
         std::byte* const to = out.span().data();
         EXPECT_THROW(join.gather(from, max_rows + 1, to, this->stream()), Error);
         EXPECT_THROW(join.gather(from, -1, to, this->stream()), Error);

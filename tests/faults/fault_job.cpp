@@ -48,7 +48,8 @@ void decode(Process& process, const Settings& settings) {
                 throw Error(ErrorCode::does_not_fit, "thrown as asked");
             }
             std::this_thread::sleep_for(std::chrono::microseconds(200));
-            join.gather(states.data(), shape.max_rows, out.data(), state.device->defaultStream());
+            join.gather({.out = states.data()}, shape.max_rows, out.data(),
+                        state.device->defaultStream());
         }
     }
 }

@@ -265,6 +265,77 @@ TYPED_TEST(OutputTest, PartsBecomeHeadsAndNumbersAreConverted) {
         }
 }
 
+// The state (0, sink) is the right operand of the one merge. Beside an lse of -inf lies NaN, which
+// a sink replaces.
+TYPED_TEST(OutputTest, SinksAreMergedIntoEachState) {
+    Device& device = *this->device_;
+    constexpr std::int64_t rows = 40;
+    constexpr std::int64_t heads = 5;
+    for (const int head_dim : {80, 96, 3})
+        for (const std::int64_t parts : {1, 3}) {
+            const std::int64_t states = parts * rows * heads;
+            std::vector<float> sinks;
+            for (std::int64_t head = 0; head < parts * heads; ++head)
+                sinks.push_back(head == 1   ? empty_lse
+                                : head == 2 ? 1e30F
+                                            : 9 * hashed(1, Kind::q, 0, 0, 0, head));
+            std::vector<float> out, lse, sink_lse;
+            for (std::int64_t state = 0; state < states; ++state) {
+                lse.push_back(state % 7 == 0 ? empty_lse : 9 * hashed(2, Kind::q, 0, 0, 0, state));
+                sink_lse.push_back(sinks[static_cast<std::size_t>(state / (rows * heads) * heads +
+                                                                  state % heads)]);
+                for (int i = 0; i < head_dim; ++i)
+                    out.push_back(lse.back() != empty_lse ? hashed(3, Kind::q, 0, 0, i, state)
+                                  : sink_lse.back() == empty_lse ? 0.0F
+                                                                 : std::nanf(""));
+            }
+            std::vector<float> expected(out.size());
+            for (std::int64_t state = 0; state < states; ++state) {
+                const auto s = static_cast<std::size_t>(state);
+                const MergeWeights weights = mergeWeights(lse[s], sink_lse[s]);
+                const std::int64_t part = state / (rows * heads);
+                const std::int64_t row = state / heads % rows;
+                const auto to = static_cast<std::size_t>(
+                    ((row * parts + part) * heads + state % heads) * head_dim);
+                for (std::size_t i = 0; i < static_cast<std::size_t>(head_dim); ++i) {
+                    const float number = out[s * static_cast<std::size_t>(head_dim) + i];
+                    const double share = 1 / (1 + std::exp(double{sink_lse[s]} - lse[s]));
+                    expected[to + i] = mergeOut(weights, number, 0.0F);
+                    EXPECT_NEAR(expected[to + i], lse[s] == empty_lse ? 0.0 : share * number, 1e-6);
+                }
+            }
+            const auto device_out = DeviceArray<float>::of(device, out);
+            const auto device_lse = DeviceArray<float>::of(device, lse);
+            const auto device_sinks = DeviceArray<float>::of(device, sinks);
+            OutputParams params{.rows = rows,
+                                .parts = parts,
+                                .heads = heads,
+                                .head_dim = head_dim,
+                                .source = device_out.data(),
+                                .lse = device_lse.data(),
+                                .sinks = device_sinks.data()};
+            const auto wide = DeviceArray<float>::poisoned(device, out.size());
+            params.destination = wide.data();
+            device.operations().output(params, device.defaultStream());
+            EXPECT_TRUE(sameBits(expected, wide.download()));
+            wide.expectGuardIntact();
+            for (const NumberFormat format : {NumberFormat::fp16, NumberFormat::bf16}) {
+                std::vector<std::uint16_t> rounded;
+                for (const float number : expected)
+                    rounded.push_back(toBits(format, number));
+                const auto narrow = DeviceArray<std::uint16_t>::poisoned(device, out.size());
+                params.destination_format = format;
+                params.destination = narrow.data();
+                device.operations().output(params, device.defaultStream());
+                EXPECT_TRUE(sameBits(rounded, narrow.download()));
+                narrow.expectGuardIntact();
+            }
+            params.source_format = NumberFormat::bf16;
+            params.destination_format = NumberFormat::bf16;
+            EXPECT_THROW(device.operations().output(params, device.defaultStream()), Error);
+        }
+}
+
 template <typename Traits>
 class ReadRunsTest : public OnDevice<Traits> {
 protected:

@@ -50,6 +50,27 @@ TEST(Reference, LaterTokensAreNotSeen) {
     EXPECT_EQ(reference.attend(unit, stored, 1, 4), before);
 }
 
+// A softcap near 0 makes all scores 0: three tokens weigh 1 each, and the head's sink its own.
+TEST(Reference, SoftcapAndSinksCount) {
+    const Unit unit{.layer = 1, .key = 2, .kv_head = 1};
+    CacheConfig capped = config();
+    capped.logit_softcap = 1e-9;
+    for (const bool sinks : {false, true}) {
+        capped.attention_sinks = sinks;
+        const Reference reference(capped, 5);
+        const auto stored = reference.keysValues(unit, 3);
+        for (const int head : {3, 5}) {
+            const double sink = Workload(5, capped.input_format, head_dim).sink(1, head);
+            const auto out = reference.attend(unit, stored, head, 2);
+            for (std::size_t i = 0; i < out.size(); ++i) {
+                const double sum =
+                    stored.v[i] + stored.v[i + head_dim] + stored.v[i + 2 * head_dim];
+                EXPECT_NEAR(out[i], sum / (3 + (sinks ? std::exp(sink) : 0)), 1e-8);
+            }
+        }
+    }
+}
+
 TEST(Reference, KeysAreRotatedButNormsStay) {
     const Reference reference(config(), 5);
     CacheConfig plain = config();

@@ -63,7 +63,7 @@ const std::vector<Expected> table{
     {"starcoder-15b",            40,  48,  1, 128, 8192,     1e4,    none, none, 40, 0, none, "",     20480,  0, {}},
     {"gpt2",                     12,  12, 12, 64,  1024,     1e4,    none, none, 12, 0, none, "",     36864,  0, {}},
     {"smollm2-135m",             30,  9,   3, 64,  8192,     1e5,    none, 64,  30, 0,  none, "bf16", 23040,  0, {}},
-    {"gpt-oss-120b",             36,  64,  8, 64,  131072,   1.5e5,  none, 64,  18, 18, 128,  "bf16", 36864,  36864, {"rope_scaling.rope_type", "model_type", "sliding_window"}},
+    {"gpt-oss-120b",             36,  64,  8, 64,  131072,   1.5e5,  none, 64,  18, 18, 128,  "bf16", 36864,  36864, {"rope_scaling.rope_type", "sliding_window"}},
     {"qwen3-next-80b-a3b",       48,  16,  2, 256, 262144,   1e7,    none, 64,  12, 0,  none, "",     24576,  0, {}},
     {"gemma-3-1b",               26,  4,   1, 256, 32768,    1e6,    none, 256, 4,  22, 512,  "bf16", 4096,   22528, {"rope_local_base_freq", "sliding_window"}},
     {"qwen-7b-v1",               32,  32, 32, 128, 32768,    1e4,    none, 128, 32, 0,  none, "",     524288, 0, {}},
@@ -198,6 +198,8 @@ TEST(ShippedModels, ShareLayersAsTheirFamilyDoes) {
 TEST(ShippedModels, ScaleScoresAsTheirFamilyDoes) {
     EXPECT_EQ(loadModelConfig(pathOf("gemma-2-9b"))->logit_softcap, 50.0);
     EXPECT_EQ(loadModelConfig(pathOf("llama-3.1-8b"))->logit_softcap, 0.0);
+    EXPECT_TRUE(loadModelConfig(pathOf("gpt-oss-120b"))->attention_sinks);
+    EXPECT_FALSE(loadModelConfig(pathOf("llama-3.1-8b"))->attention_sinks);
     EXPECT_DOUBLE_EQ(loadModelConfig(pathOf("gemma-3-27b"))->softmax_scale, 1.0 / std::sqrt(168.0));
     EXPECT_DOUBLE_EQ(loadModelConfig(pathOf("gemma-2-9b"))->softmax_scale, 1.0 / 16.0);
     EXPECT_EQ(loadModelConfig(pathOf("llama-3.1-8b"))->softmax_scale, 0.0);

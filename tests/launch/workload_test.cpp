@@ -111,6 +111,15 @@ TEST(Workload, RoundsToTheFormatTiesToEven) {
     }
 }
 
+TEST(Workload, SinksDependOnSeedLayerAndHead) {
+    const Workload workload(7, NumberFormat::bf16, head_dim);
+    std::set<float> seen{workload.sink(0, 0), workload.sink(0, 1), workload.sink(1, 0),
+                         Workload(8, NumberFormat::bf16, head_dim).sink(0, 0)};
+    EXPECT_EQ(seen.size(), 4U);
+    for (int head = 0; head < 1000; ++head)
+        EXPECT_LE(std::abs(workload.sink(3, head) - 8), 3.46);
+}
+
 // Digests in documents and reports would change with the data.
 TEST(Workload, HasNotChanged) {
     const Workload workload(0, NumberFormat::bf16, head_dim);

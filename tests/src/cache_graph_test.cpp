@@ -8,6 +8,7 @@
 #include <kvgrid/cache.h>
 
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -212,6 +213,37 @@ TEST_F(CacheGraphTest, AReplayedGraphGivesTheBitsOfEagerCalls) {
     }
 }
 
+// They lie at fixed addresses: what is set after a capture counts from the next launch on.
+TEST_F(CacheGraphTest, SinksAreReadAnewByEachLaunch) {
+    CacheConfig config = layeredConfig();
+    config.attention_sinks = true;
+    Cache plain = make(config);
+    Cache graphed = make(config);
+    const auto setSinks = [&](float first) {
+        for (Cache* cache : {&plain, &graphed}) {
+            for (int layer = 0; layer < layers; ++layer) {
+                const std::vector<float> logits(
+                    static_cast<std::size_t>(cache->heads().query_heads),
+                    first + static_cast<float>(layer));
+                EXPECT_TRUE(cache->setSinks(layer, logits));
+            }
+        }
+    };
+    setSinks(1.0F);
+    const auto ids = prefilled(*process, plain, {20, 300});
+    ASSERT_EQ(prefilled(*process, graphed, {20, 300}), ids);
+    for (const Output output : {Output::gathered, Output::sharded}) {
+        Decoder reference(*process, plain, 2, output);
+        Decoder decoder(*process, graphed, 2, output);
+        const Requests both = Requests().run(ids[0]).run(ids[1]);
+        const StepGraph graph = decoder.capture(graphed.begin(both).value());
+        for (const float first : {1.0F, 6.0F, -HUGE_VALF}) {
+            setSinks(first);
+            EXPECT_EQ(decoder.replay(both, graph), reference.runEagerly(both)) << first;
+        }
+    }
+}
+
 TEST_F(CacheGraphTest, AGraphMayHaveMoreRowsThanTheStep) {
     Cache plain = make(layeredConfig());
     Cache graphed = make(layeredConfig());
@@ -289,6 +321,7 @@ TEST_F(CacheGraphTest, WhatEndsOrBeginsAStepIsNotCaptured) {
         refused(graphed.advance(step), "advance");
         refused(graphed.advance(step, accepted), "advance");
         refused(graphed.replay(step, earlier), "replay");
+        refused(graphed.setSinks(0, {}), "setSinks");
     });
     ASSERT_TRUE(graph);  // what was refused left the capture whole
     EXPECT_EQ(decoder.replay(one, *graph), reference.runEagerly(one));

@@ -3,6 +3,7 @@
 #include <kvgrid/cache.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -84,6 +85,93 @@ TEST_F(CacheTest, ASoftcapBendsTheScores) {
                       10 * test::output_bound);
         }
     }
+}
+
+float sinkOf(int head) {
+    return 0.75F * static_cast<float>(head);
+}
+
+std::vector<float> sinksOf(const CacheHeads& heads) {
+    std::vector<float> logits;
+    for (int head = 0; head < heads.query_heads; ++head)
+        logits.push_back(sinkOf(heads.first_query_head + head));
+    return logits;
+}
+
+CacheConfig sinkConfig() {
+    CacheConfig config = smallConfig();
+    config.attention_sinks = true;
+    return config;
+}
+
+TEST_F(CacheTest, SinksJoinTheSoftmaxOfTheirHeads) {
+    Cache cache = make(sinkConfig());
+    ASSERT_TRUE(cache.setSinks(0, sinksOf(cache.heads())));
+    const SequenceId a = allocate(cache, 301);
+    const std::vector<float> out = run(cache, Requests().run(a, 300));
+    for (const std::size_t position : {0, 7, 299}) {
+        for (int head = 0; head < query_heads; ++head) {
+            EXPECT_LE(oracle::relativeError(headOf(out, position, head),
+                                            expected(a, static_cast<std::int64_t>(position), head,
+                                                     {.sink = sinkOf(head)})),
+                      test::output_bound)
+                << "position " << position << " head " << head;
+        }
+    }
+    // Set again, they count from the next attend on; -inf is none, to the bit.
+    Cache plain = make(smallConfig());
+    ASSERT_EQ(allocate(plain, 301), a);
+    run(plain, Requests().run(a, 300), false);
+    ASSERT_TRUE(cache.setSinks(
+        0, std::vector<float>(static_cast<std::size_t>(cache.heads().query_heads), -HUGE_VALF)));
+    EXPECT_EQ(run(cache, Requests().run(a, 1)), run(plain, Requests().run(a, 1)));
+}
+
+TEST_F(CacheTest, ShardedOutputHasSinksToo) {
+    Cache cache = make(sinkConfig());
+    ASSERT_TRUE(cache.setSinks(0, sinksOf(cache.heads())));
+    const SequenceId a = allocate(cache, 20);
+    const Step step = cache.begin(Requests().run(a, 20)).value();
+    ASSERT_TRUE(append(cache, step));
+    const std::vector<float> mine = attend(cache, step, Output::sharded);
+    const CacheHeads heads = cache.heads();
+    for (int head = 0; head < heads.query_heads; ++head) {
+        const auto at = static_cast<std::size_t>(19 * heads.query_heads + head) * head_dim;
+        const int number = heads.first_query_head + head;
+        EXPECT_LE(oracle::relativeError(std::span(mine).subspan(at, head_dim),
+                                        expected(a, 19, number, {.sink = sinkOf(number)})),
+                  test::output_bound);
+    }
+}
+
+TEST_F(CacheTest, SinksAreRefusedByName) {
+    Cache cache = make(sinkConfig());
+    const std::vector<float> logits = sinksOf(cache.heads());
+    const auto refused = [](const Result<void>& result, const std::string& why) {
+        ASSERT_FALSE(result) << why;
+        EXPECT_EQ(result.error().code, ErrorCode::invalid_argument);
+        EXPECT_THAT(result.error().message, HasSubstr(why));
+    };
+    const SequenceId a = allocate(cache, 20);
+    const Step step = cache.begin(Requests().run(a, 20)).value();
+    ASSERT_TRUE(append(cache, step));
+    const FloatsOnDevice out(*process, std::size_t{20} * query_heads * head_dim);
+    refused(cache.attend(step, 0, out.data(), Output::gathered),
+            "the sinks of layer 0 were never set");
+    refused(cache.setSinks(1, logits), "layer 1 is not in [0, 1)");
+    refused(cache.setSinks(-1, logits), "layer -1 is not in [0, 1)");
+    refused(cache.setSinks(0, std::span(logits).first(logits.size() - 1)), "query heads");
+    refused(cache.setSinks(0, {}), "0 logits for");
+    for (const float wrong : {std::nanf(""), HUGE_VALF}) {
+        std::vector<float> broken = logits;
+        broken.back() = wrong;
+        refused(cache.setSinks(0, broken), "logit " + std::to_string(logits.size() - 1) + " is");
+    }
+    refused(cache.attend(step, 0, out.data(), Output::gathered), "never set");
+    EXPECT_TRUE(cache.setSinks(0, logits));
+    EXPECT_TRUE(cache.attend(step, 0, out.data(), Output::gathered));
+    Cache without = make(smallConfig());
+    refused(without.setSinks(0, sinksOf(without.heads())), "without attention sinks");
 }
 
 TEST_F(CacheTest, ShardedOutputIsThisRanksPartOfTheGathered) {
@@ -260,6 +348,8 @@ TEST_F(CacheTest, ConfigurationsAreRefusedByNameOnEveryRank) {
         refused([](CacheConfig& config) { config.max_step_tokens += process->rank(); },
                 "differs between ranks");
         refused([](CacheConfig& config) { config.logit_softcap = 30 + process->rank(); },
+                "differs between ranks");
+        refused([](CacheConfig& config) { config.attention_sinks = process->rank() == 1; },
                 "differs between ranks");
         refused([](CacheConfig& config) { config.block_size = process->rank() == 1 ? 3 : 16; },
                 "rank 1");
