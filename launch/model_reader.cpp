@@ -302,28 +302,62 @@ private:
                 scaling.positive({"full_attention.rope_theta"}).value_or(config_.rotary.theta);
             return;
         }
+        if (scaling.number({"llama_4_scaling_beta"}).value_or(0) != 0) {
+            obstacle(key + ".llama_4_scaling_beta",
+                     "a query scale that grows with the position is not computed",
+                     scaling.integer({"original_max_position_embeddings"}, 1).value_or(0));
+        }
         const std::string type_key = scaling.has("rope_type") ? "rope_type" : "type";
         const auto type = scaling.text({type_key});
         if (!type && found.key == "rope_scaling") scaling.fail("rope_type", "is missing");
         if (!type || type == "default") return;
-        if (type != "llama3") {
+        if (type == "linear") {
+            config_.rotary.scaling = LinearScaling{.factor = required(scaling, "factor")};
+        } else if (type == "llama3") {
+            config_.rotary.scaling = readLlama3(scaling);
+        } else if (type == "yarn") {
+            config_.rotary.scaling = readYarn(scaling);
+        } else {
             obstacle(key + "." + type_key, fmt::format("'{}' is not computed yet", *type));
-            return;
         }
-        config_.rotary.llama3 = readLlama3(scaling);
+    }
+
+    static double required(const JsonFields& scaling, std::string_view key) {
+        const auto value = scaling.positive({key});
+        if (!value) scaling.fail(key, "is missing");
+        return *value;
+    }
+
+    // mscale and mscale_all_dim are DeepSeek's way to give the attention factor.
+    [[nodiscard]] YarnScaling readYarn(const JsonFields& scaling) const {
+        const auto original = scaling.positive({"original_max_position_embeddings"});
+        if (!original && config_.max_positions == 0) {
+            scaling.fail("original_max_position_embeddings", "is missing");
+        }
+        YarnScaling yarn{
+            .factor = required(scaling, "factor"),
+            .original_max_position = original.value_or(static_cast<double>(config_.max_positions)),
+            .beta_fast = scaling.positive({"beta_fast"}).value_or(32),
+            .beta_slow = scaling.positive({"beta_slow"}).value_or(1),
+            .truncate = scaling.boolean({"truncate"}).value_or(true),
+            .attention_factor = scaling.positive({"attention_factor"}).value_or(0)};
+        if (yarn.beta_fast <= yarn.beta_slow) scaling.fail("beta_fast", "is not above beta_slow");
+        const auto mscale = scaling.number({"mscale"}).value_or(0);
+        const auto mscale_all = scaling.number({"mscale_all_dim"}).value_or(0);
+        if (yarn.attention_factor == 0 && mscale != 0 && mscale_all != 0) {
+            const double logarithm = 0.1 * std::log(std::max(yarn.factor, 1.0));
+            yarn.attention_factor = (mscale * logarithm + 1) / (mscale_all * logarithm + 1);
+            if (!(yarn.attention_factor > 0)) scaling.fail("mscale", "gives no factor above 0");
+        }
+        return yarn;
     }
 
     static Llama3Scaling readLlama3(const JsonFields& scaling) {
-        const auto required = [&](std::string_view key) {
-            const auto value = scaling.positive({key});
-            if (!value) scaling.fail(key, "is missing");
-            return *value;
-        };
         const Llama3Scaling llama3{
-            .factor = required("factor"),
-            .low_freq_factor = required("low_freq_factor"),
-            .high_freq_factor = required("high_freq_factor"),
-            .original_max_position = required("original_max_position_embeddings")};
+            .factor = required(scaling, "factor"),
+            .low_freq_factor = required(scaling, "low_freq_factor"),
+            .high_freq_factor = required(scaling, "high_freq_factor"),
+            .original_max_position = required(scaling, "original_max_position_embeddings")};
         if (llama3.high_freq_factor <= llama3.low_freq_factor) {
             scaling.fail("high_freq_factor", "is not above low_freq_factor");
         }

@@ -43,16 +43,47 @@ double roundedTo(double value, const BinaryFormat& format,
     return result;
 }
 
+// How much of its pace pair i keeps, in [0, 1].
+double keptShare(int i, double plain, const Rotary& rotary) {
+    switch (rotary.scaling) {
+    case Rotary::Scaling::none:
+        return 1.0;
+    case Rotary::Scaling::linear:
+        return 0.0;
+    case Rotary::Scaling::llama3: {
+        const double turns = rotary.original_max_position * plain / (2.0 * std::numbers::pi);
+        if (turns > rotary.fast_turns) return 1.0;
+        if (turns < rotary.slow_turns) return 0.0;
+        return (turns - rotary.slow_turns) / (rotary.fast_turns - rotary.slow_turns);
+    }
+    case Rotary::Scaling::yarn:
+        break;
+    }
+    // turns = original_max_position theta^(-2 pair / dim) / 2 pi, solved for the pair.
+    const auto pairThatTurns = [&rotary](double turns) {
+        return rotary.dim *
+               std::log(rotary.original_max_position / (turns * 2.0 * std::numbers::pi)) /
+               (2.0 * std::log(rotary.theta));
+    };
+    double begin = pairThatTurns(rotary.fast_turns);
+    double end = pairThatTurns(rotary.slow_turns);
+    if (rotary.whole_pairs) {
+        begin = std::floor(begin);
+        end = std::ceil(end);
+    }
+    if (begin < 0.0) begin = 0.0;
+    if (end > rotary.dim - 1.0) end = rotary.dim - 1.0;
+    if (begin == end) end += 0.001;
+    const double ramp = (i - begin) / (end - begin);
+    if (ramp < 0.0) return 1.0;
+    return ramp > 1.0 ? 0.0 : 1.0 - ramp;
+}
+
 // Radians that elements i and i + dim / 2 turn per position.
 double inverseFrequency(int i, const Rotary& rotary) {
     const double plain = std::pow(rotary.theta, -2.0 * i / rotary.dim);
-    if (!rotary.llama3 && rotary.factor == 1.0) return plain;
-    const double turns = rotary.original_max_position * plain / (2.0 * std::numbers::pi);
-    if (turns > rotary.high_freq_factor) return plain;
-    if (turns < rotary.low_freq_factor) return plain / rotary.factor;
-    const double smooth =
-        (turns - rotary.low_freq_factor) / (rotary.high_freq_factor - rotary.low_freq_factor);
-    return (1.0 - smooth) * plain / rotary.factor + smooth * plain;
+    const double kept = keptShare(i, plain, rotary);
+    return (1.0 - kept) * plain / rotary.factor + kept * plain;
 }
 
 }  // namespace
@@ -94,8 +125,8 @@ void rotate(std::span<float> head, std::int64_t position, const Rotary& rotary) 
     const int half = rotary.dim / 2;
     for (int i = 0; i < half; ++i) {
         const double angle = static_cast<double>(position) * inverseFrequency(i, rotary);
-        const auto cosine = static_cast<float>(std::cos(angle));
-        const auto sine = static_cast<float>(std::sin(angle));
+        const auto cosine = static_cast<float>(std::cos(angle) * rotary.attention_factor);
+        const auto sine = static_cast<float>(std::sin(angle) * rotary.attention_factor);
         const auto low = static_cast<std::size_t>(i);
         const auto high = low + static_cast<std::size_t>(half);
         // volatile: each product is rounded to fp32 by itself, whatever this file is compiled with.

@@ -27,22 +27,28 @@ struct ScaledRow {
 };
 [[nodiscard]] ScaledRow quantised(std::span<const float> row, Format format);
 
-// Rotary position embedding, "rotate half" pairing (Su et al., arXiv 2104.09864); factor 1 and
-// llama3 = false: plain; otherwise Llama 3.1's frequency scaling.
+// Rotary position embedding, "rotate half" pairing (Su et al., arXiv 2104.09864), and how it is
+// stretched: not, evenly, as Llama 3.1 does, or as YaRN does (Peng et al., arXiv 2309.00071).
 struct Rotary {
+    enum class Scaling { none, linear, llama3, yarn };
+
     int dim = 0;  // 0: none
     double theta = 10000.0;
-    bool llama3 = false;
+    Scaling scaling = Scaling::none;
     double factor = 1.0;
-    double low_freq_factor = 1.0;
-    double high_freq_factor = 4.0;
+    // llama3, yarn: pairs that make fewer turns within the original context than the first are
+    // slowed by the factor, pairs that make more than the second keep their pace.
+    double slow_turns = 1.0;
+    double fast_turns = 4.0;
     double original_max_position = 8192.0;
+    bool whole_pairs = false;       // yarn: between them the ramp is from whole pair to whole pair
+    double attention_factor = 1.0;  // of cos and sin
 };
 
 // Rotates one head in place. Stored values are defined by fp32 arithmetic (cos and sin are the fp64
-// values of position x theta^(-2i / dim), each operation rounded to fp64, then rounded to fp32; one
-// multiplication each, then one addition, no fused operations), because the rounding of a stored K
-// to 16 bits depends on it.
+// values of position x inverse frequency, times attention_factor, each operation rounded to fp64,
+// then rounded to fp32; one multiplication each, then one addition, no fused operations), because
+// the rounding of a stored K to 16 bits depends on it.
 void rotate(std::span<float> head, std::int64_t position, const Rotary& rotary);
 
 struct State {

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <random>
 #include <set>
+#include <variant>
 
 namespace kvgrid::launch {
 
@@ -58,13 +59,29 @@ void appendWorth(std::span<const float> row, oracle::Format format, std::vector<
 }  // namespace
 
 oracle::Rotary oracleRotary(const RotaryEmbedding& rotary) {
+    using Scaling = oracle::Rotary::Scaling;
     oracle::Rotary same{.dim = rotary.dim, .theta = rotary.theta};
-    if (rotary.llama3) {
-        same.llama3 = true;
-        same.factor = rotary.llama3->factor;
-        same.low_freq_factor = rotary.llama3->low_freq_factor;
-        same.high_freq_factor = rotary.llama3->high_freq_factor;
-        same.original_max_position = rotary.llama3->original_max_position;
+    if (const auto* linear = std::get_if<LinearScaling>(&rotary.scaling)) {
+        same.scaling = Scaling::linear;
+        same.factor = linear->factor;
+    }
+    if (const auto* llama3 = std::get_if<Llama3Scaling>(&rotary.scaling)) {
+        same.scaling = Scaling::llama3;
+        same.factor = llama3->factor;
+        same.slow_turns = llama3->low_freq_factor;
+        same.fast_turns = llama3->high_freq_factor;
+        same.original_max_position = llama3->original_max_position;
+    }
+    if (const auto* yarn = std::get_if<YarnScaling>(&rotary.scaling)) {
+        same.scaling = Scaling::yarn;
+        same.factor = yarn->factor;
+        same.slow_turns = yarn->beta_slow;
+        same.fast_turns = yarn->beta_fast;
+        same.original_max_position = yarn->original_max_position;
+        same.whole_pairs = yarn->truncate;
+        same.attention_factor = yarn->attention_factor > 0 ? yarn->attention_factor
+                                : yarn->factor > 1         ? 0.1 * std::log(yarn->factor) + 1.0
+                                                           : 1.0;
     }
     return same;
 }

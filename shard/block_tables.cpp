@@ -1,8 +1,6 @@
 #include "shard/block_tables.h"
 
 #include <algorithm>
-#include <cmath>
-#include <numbers>
 #include <utility>
 
 namespace kvgrid {
@@ -13,27 +11,6 @@ constexpr std::size_t staging_bytes = std::size_t{1} << 20;
 constexpr std::int64_t angle_chunk_rows = 256;
 
 }  // namespace
-
-std::vector<double> inverseFrequencies(const RotaryEmbedding& rotary) {
-    std::vector<double> result(static_cast<std::size_t>(rotary.dim / 2));
-    for (std::size_t i = 0; i < result.size(); ++i) {
-        double frequency = std::pow(rotary.theta, -2.0 * static_cast<double>(i) / rotary.dim);
-        if (rotary.llama3) {
-            const Llama3Scaling& scaling = *rotary.llama3;
-            const double turns =
-                scaling.original_max_position * frequency / (2.0 * std::numbers::pi);
-            if (turns < scaling.low_freq_factor) {
-                frequency /= scaling.factor;
-            } else if (turns <= scaling.high_freq_factor) {
-                const double smooth = (turns - scaling.low_freq_factor) /
-                                      (scaling.high_freq_factor - scaling.low_freq_factor);
-                frequency = (1.0 - smooth) * frequency / scaling.factor + smooth * frequency;
-            }
-        }
-        result[i] = frequency;
-    }
-    return result;
-}
 
 Result<BlockTables> BlockTables::create(Device& device, const PlanLimits& limits, int group,
                                         int context, const RotaryEmbedding& rotary) {
@@ -63,7 +40,7 @@ BlockTables::BlockTables(const PlanLimits& limits, int group, int context,
     : limits_(limits),
       group_(group),
       context_(context),
-      inverse_frequencies_(inverseFrequencies(rotary)),
+      rotary_(rotary),
       mirror_(static_cast<std::size_t>(limits.max_sequences) *
                   static_cast<std::size_t>(limits.blocks_per_sequence),
               -1),
@@ -134,7 +111,7 @@ void BlockTables::uploadRuns(std::span<const RunRecord> runs, StreamView stream)
 }
 
 void BlockTables::uploadAngles(StreamView stream) {
-    const std::size_t pairs = inverse_frequencies_.size();
+    const std::size_t pairs = rotary_.pairs();
     if (pairs == 0) return;
     angles_.resize(2 * pairs * angle_chunk_rows);
     float* cosines = angles_.data();
@@ -143,14 +120,8 @@ void BlockTables::uploadAngles(StreamView stream) {
         for (std::int64_t done = 0; done < run.rows; done += angle_chunk_rows) {
             const std::int64_t rows = std::min<std::int64_t>(angle_chunk_rows, run.rows - done);
             for (std::int64_t row = 0; row < rows; ++row) {
-                const auto position = static_cast<double>(run.first_position + done + row);
-                for (std::size_t i = 0; i < pairs; ++i) {
-                    const double angle = position * inverse_frequencies_[i];
-                    cosines[static_cast<std::size_t>(row) * pairs + i] =
-                        static_cast<float>(std::cos(angle));
-                    sines[static_cast<std::size_t>(row) * pairs + i] =
-                        static_cast<float>(std::sin(angle));
-                }
+                const std::size_t to = static_cast<std::size_t>(row) * pairs;
+                rotary_.at(run.first_position + done + row, cosines + to, sines + to);
             }
             const auto at = static_cast<std::size_t>(run.first_row + done) * pairs;
             const std::size_t bytes = static_cast<std::size_t>(rows) * pairs * sizeof(float);

@@ -12,6 +12,7 @@
 
 #include "kernels/device.h"
 #include "kernels/ops.h"
+#include "shard/rotary_angles.h"
 #include "shard/staging.h"
 #include "shard/step_plan.h"
 
@@ -59,9 +60,9 @@ private:
     PlanLimits limits_;
     int group_;
     int context_;
-    std::vector<double> inverse_frequencies_;  // [rotary dim / 2]
-    std::vector<std::int32_t> mirror_;         // [slot][logical]; -1: not in the device tier
-    std::vector<std::int32_t> slot_dirty_;     // [slot] index into dirty_, or -1
+    RotaryAngles rotary_;
+    std::vector<std::int32_t> mirror_;      // [slot][logical]; -1: not in the device tier
+    std::vector<std::int32_t> slot_dirty_;  // [slot] index into dirty_, or -1
     std::vector<Dirty> dirty_;
     std::vector<Run> runs_;
     std::vector<float> angles_;  // scratch of one chunk of rows
@@ -73,10 +74,5 @@ private:
     Buffer sines_;
     StagingRing staging_;
 };
-
-// Inverse frequencies in fp64, [dim / 2]: theta^(-2i / dim), with Llama 3.1's scaling when
-// configured: wavelengths above original_max_position / low_freq_factor are stretched by `factor`,
-// those below original_max_position / high_freq_factor kept, and those between interpolated.
-[[nodiscard]] std::vector<double> inverseFrequencies(const RotaryEmbedding& rotary);
 
 }  // namespace kvgrid

@@ -12,6 +12,7 @@
 #include <limits>
 #include <optional>
 #include <utility>
+#include <variant>
 
 #include <xxhash.h>
 
@@ -98,11 +99,21 @@ std::int64_t configDigest(const CacheConfig& config) {
     add(config.output_format);
     add(config.rotary.dim);
     add(config.rotary.theta);
-    if (config.rotary.llama3) {
-        add(config.rotary.llama3->factor);
-        add(config.rotary.llama3->low_freq_factor);
-        add(config.rotary.llama3->high_freq_factor);
-        add(config.rotary.llama3->original_max_position);
+    if (const auto* linear = std::get_if<LinearScaling>(&config.rotary.scaling))
+        add(linear->factor);
+    if (const auto* llama3 = std::get_if<Llama3Scaling>(&config.rotary.scaling)) {
+        add(llama3->factor);
+        add(llama3->low_freq_factor);
+        add(llama3->high_freq_factor);
+        add(llama3->original_max_position);
+    }
+    if (const auto* yarn = std::get_if<YarnScaling>(&config.rotary.scaling)) {
+        add(yarn->factor);
+        add(yarn->original_max_position);
+        add(yarn->beta_fast);
+        add(yarn->beta_slow);
+        add(yarn->truncate);
+        add(yarn->attention_factor);
     }
     add(config.softmax_scale);
     add(config.logit_softcap);

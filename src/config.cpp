@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <initializer_list>
 #include <limits>
 #include <numeric>
 #include <optional>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "src/checked_math.h"
@@ -85,6 +87,51 @@ Result<void> checkDecodable(const Geometry& geometry, std::int64_t longest) {
                       most_gqa_group);
 }
 
+Result<void> checkFactors(const std::string& scaling, std::initializer_list<double> factors) {
+    for (const double factor : factors) {
+        if (!std::isfinite(factor) || factor <= 0) {
+            return invalid("rotary " + scaling + " scaling: every factor is above 0");
+        }
+    }
+    return {};
+}
+
+struct CheckScaling {
+    double theta;
+
+    Result<void> operator()(std::monostate) const { return {}; }
+
+    Result<void> operator()(const LinearScaling& scaling) const {
+        return checkFactors("linear", {scaling.factor});
+    }
+
+    Result<void> operator()(const Llama3Scaling& scaling) const {
+        auto checked =
+            checkFactors("llama3", {scaling.factor, scaling.low_freq_factor,
+                                    scaling.high_freq_factor, scaling.original_max_position});
+        if (!checked) return checked;
+        if (scaling.high_freq_factor <= scaling.low_freq_factor) {
+            return invalid("rotary llama3 scaling: high_freq_factor is above low_freq_factor");
+        }
+        return {};
+    }
+
+    Result<void> operator()(const YarnScaling& scaling) const {
+        auto checked = checkFactors("yarn", {scaling.factor, scaling.original_max_position,
+                                             scaling.beta_fast, scaling.beta_slow});
+        if (checked && scaling.attention_factor != 0)
+            checked = checkFactors("yarn", {scaling.attention_factor});
+        if (!checked) return checked;
+        if (scaling.beta_fast <= scaling.beta_slow) {
+            return invalid("rotary yarn scaling: beta_fast is above beta_slow");
+        }
+        if (theta <= 1) {
+            return invalid("rotary theta " + std::to_string(theta) + ": above 1 in yarn scaling");
+        }
+        return {};
+    }
+};
+
 Result<void> checkRotary(const RotaryEmbedding& rotary, int head_dim) {
     if (rotary.dim == 0) return {};
     const auto checked = checkCount("rotary dim", rotary.dim, 0, head_dim);
@@ -93,18 +140,7 @@ Result<void> checkRotary(const RotaryEmbedding& rotary, int head_dim) {
     if (!std::isfinite(rotary.theta) || rotary.theta <= 0) {
         return invalid("rotary theta " + std::to_string(rotary.theta) + ": above 0");
     }
-    if (!rotary.llama3) return {};
-    const Llama3Scaling& scaling = *rotary.llama3;
-    for (const double value : {scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor,
-                               scaling.original_max_position}) {
-        if (!std::isfinite(value) || value <= 0) {
-            return invalid("rotary llama3 scaling: every factor is above 0");
-        }
-    }
-    if (scaling.high_freq_factor <= scaling.low_freq_factor) {
-        return invalid("rotary llama3 scaling: high_freq_factor is above low_freq_factor");
-    }
-    return {};
+    return std::visit(CheckScaling{rotary.theta}, rotary.scaling);
 }
 
 // Kernels have it as fp32: it must neither vanish nor overflow there.

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
+#include <variant>
 #include <vector>
 
 #include <kvgrid/error.h>
@@ -28,7 +28,17 @@ struct Geometry {
     [[nodiscard]] static Geometry uniform(int layers, int query_heads, int kv_heads, int head_dim);
 };
 
-// Frequency scaling of Llama 3.1 (Meta, "The Llama 3 Herd of Models", 2024, and its reference
+// How a model reads contexts longer than those it was first trained on. In all scalings a pair of
+// elements keeps a share of its frequency and has the rest divided by `factor`.
+
+// No pair keeps anything (position interpolation: Chen et al., arXiv 2306.15595).
+struct LinearScaling {
+    double factor = 1.0;
+};
+
+// Pairs that turn more often than high_freq_factor within the original context keep their
+// frequency, those that turn less often than low_freq_factor nothing of it; in between the share is
+// linear in the turns (Llama 3.1: Meta, "The Llama 3 Herd of Models", 2024, and its reference
 // code).
 struct Llama3Scaling {
     double factor = 8.0;
@@ -37,13 +47,27 @@ struct Llama3Scaling {
     double original_max_position = 8192.0;
 };
 
+// The same with beta_fast and beta_slow turns, but in between the share is linear in the number of
+// the pair; and cosines and sines are multiplied by attention_factor (YaRN: Peng et al., arXiv
+// 2309.00071, as Hugging Face's rope type "yarn" has it).
+struct YarnScaling {
+    double factor = 1.0;
+    double original_max_position = 4096.0;
+    double beta_fast = 32.0;
+    double beta_slow = 1.0;
+    bool truncate = true;           // the linear part begins and ends at whole pairs
+    double attention_factor = 0.0;  // 0: 0.1 ln(factor) + 1, but at least 1
+};
+
+using RotaryScaling = std::variant<std::monostate, LinearScaling, Llama3Scaling, YarnScaling>;
+
 // Rotary position embedding (Su et al., arXiv 2104.09864), "rotate half" pairing: element i with
 // element i + dim / 2. The angle is fp64(position) x inverse frequency, reduced before it becomes
 // fp32. dim = 0: none (the engine rotated already, or the model has none).
 struct RotaryEmbedding {
-    int dim = 0;  // rotated elements of a head, even, at most head_dim
+    int dim = 0;  // rotated elements of a head, the first ones; even, at most head_dim
     double theta = 10000.0;
-    std::optional<Llama3Scaling> llama3;
+    RotaryScaling scaling;  // std::monostate: none
 };
 
 // The ranks as a grid: world size = heads x context. 0 x 0: chosen by Cache::create.

@@ -143,40 +143,91 @@ TEST(OracleTest, RotateByHand) {
     EXPECT_EQ(head, before);
 }
 
-// Turns (1, 0) of each pair at position 1 and reads the angle back.
-double angleOf(int pair, const Rotary& rotary) {
+// Where (1, 0) of a pair goes at position 1: its angle, and its length.
+struct Turned {
+    double angle, length;
+};
+Turned turned(int pair, const Rotary& rotary) {
     std::vector<float> head(static_cast<std::size_t>(rotary.dim), 0.0F);
     head[static_cast<std::size_t>(pair)] = 1.0F;
     rotate(head, 1, rotary);
-    return std::atan2(head[static_cast<std::size_t>(pair + rotary.dim / 2)],
-                      head[static_cast<std::size_t>(pair)]);
+    const double x = head[static_cast<std::size_t>(pair)];
+    const double y = head[static_cast<std::size_t>(pair + rotary.dim / 2)];
+    return {std::atan2(y, x), std::hypot(x, y)};
+}
+
+struct Bands {
+    int kept = 0, blended = 0, slowed = 0;
+    friend bool operator==(const Bands&, const Bands&) = default;
+};
+
+// Checks every pair's angle against frequency x (share + (1 - share) / factor), and counts.
+template <typename ShareOf>
+Bands checkBands(const Rotary& rotary, const ShareOf& share_of) {
+    Bands bands;
+    for (int pair = 0; pair < rotary.dim / 2; ++pair) {
+        const double frequency = std::exp(-2 * std::log(rotary.theta) * pair / rotary.dim);
+        const double share = share_of(pair, frequency);
+        const Turned to = turned(pair, rotary);
+        EXPECT_NEAR(to.angle / (frequency * (share + (1.0 - share) / rotary.factor)), 1.0, 1e-6)
+            << "pair " << pair;
+        EXPECT_NEAR(to.length, rotary.attention_factor, 1e-6) << "pair " << pair;
+        ++(share == 1.0 ? bands.kept : share == 0.0 ? bands.slowed : bands.blended);
+    }
+    return bands;
+}
+
+TEST(OracleTest, PlainAndLinear) {
+    const Rotary plain{.dim = 128, .theta = 500000.0};
+    EXPECT_EQ(checkBands(plain, [](int, double) { return 1.0; }), (Bands{.kept = 64}));
+    const Rotary linear{
+        .dim = 128, .theta = 500000.0, .scaling = Rotary::Scaling::linear, .factor = 8.0};
+    EXPECT_EQ(checkBands(linear, [](int, double) { return 0.0; }), (Bands{.slowed = 64}));
 }
 
 // Llama 3.1's bands: wavelengths below 8192 / 4 stay, above 8192 / 1 grow eightfold, and between
 // them the frequency is blended linearly in (turns within the original context), from 1 to 4 turns.
 TEST(OracleTest, Llama3ScalingBands) {
-    const Rotary plain{.dim = 128, .theta = 500000.0};
-    Rotary scaled = plain;
-    scaled.llama3 = true;
-    scaled.factor = 8.0;
-    int kept = 0;
-    int stretched = 0;
-    int blended = 0;
-    for (int pair = 0; pair < 64; ++pair) {
-        const double frequency = std::exp(-std::log(500000.0) * pair / 64.0);
+    const Rotary scaled{
+        .dim = 128, .theta = 500000.0, .scaling = Rotary::Scaling::llama3, .factor = 8.0};
+    const Bands bands = checkBands(scaled, [](int, double frequency) {
         const double turns = 8192.0 * frequency / (2.0 * std::numbers::pi);
-        const double share = std::min(1.0, std::max(0.0, (turns - 1.0) / 3.0));
-        const double expected = frequency * (share + (1.0 - share) / 8.0);
-        EXPECT_NEAR(angleOf(pair, scaled) / expected, 1.0, 1e-6) << "pair " << pair;
-        EXPECT_NEAR(angleOf(pair, plain) / frequency, 1.0, 1e-6) << "pair " << pair;
-        kept += share == 1.0 ? 1 : 0;
-        stretched += share == 0.0 ? 1 : 0;
-        blended += share > 0.0 && share < 1.0 ? 1 : 0;
-    }
-    // The model's known split: 29 pairs stay, 6 are blended, 29 grow.
-    EXPECT_EQ(kept, 29);
-    EXPECT_EQ(blended, 6);
-    EXPECT_EQ(stretched, 29);
+        return std::min(1.0, std::max(0.0, (turns - 1.0) / 3.0));
+    });
+    // The model's known split.
+    EXPECT_EQ(bands, (Bands{.kept = 29, .blended = 6, .slowed = 29}));
+}
+
+// YaRN as gpt-oss has it, whose own code writes the bounds as d / 2 x log(context / (beta 2 pi)) /
+// log(base): 8.09 for 32 turns and 17.40 for 1.
+TEST(OracleTest, YarnScalingBands) {
+    Rotary scaled{.dim = 64,
+                  .theta = 150000.0,
+                  .scaling = Rotary::Scaling::yarn,
+                  .factor = 32.0,
+                  .slow_turns = 1.0,
+                  .fast_turns = 32.0,
+                  .original_max_position = 4096.0,
+                  .attention_factor = 1.3465735902799727};
+    const Bands split{.kept = 9, .blended = 9, .slowed = 14};
+    const auto shareBetween = [](double begin, double end) {
+        return [=](int pair, double) {
+            return std::min(1.0, std::max(0.0, (end - pair) / (end - begin)));
+        };
+    };
+    EXPECT_EQ(checkBands(scaled, shareBetween(8.0927791, 17.3980245)), split);
+    scaled.whole_pairs = true;
+    EXPECT_EQ(checkBands(scaled, shareBetween(8.0, 18.0)), split);
+    // From the first pair on where even it makes too few turns, and to dim - 1, beyond the last.
+    scaled.original_max_position = 128.0;
+    EXPECT_EQ(checkBands(scaled, shareBetween(0.0, 9.0)).blended, 8);
+    // With no pair between them the ramp is a step.
+    scaled.original_max_position = 6.0;
+    EXPECT_EQ(checkBands(scaled, [](int pair, double) { return pair == 0 ? 1.0 : 0.0; }),
+              (Bands{.kept = 1, .slowed = 31}));
+    scaled.original_max_position = 250.0;
+    scaled.theta = 2.0;
+    EXPECT_EQ(checkBands(scaled, shareBetween(10.0, 63.0)), (Bands{.kept = 11, .blended = 21}));
 }
 
 TEST(OracleTest, RelativeError) {

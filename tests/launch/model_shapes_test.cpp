@@ -2,10 +2,12 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include <fmt/format.h>
@@ -197,11 +199,11 @@ json llama3() {
 TEST(ModelShapes, RopeScaling) {
     const auto scaled = parse(config({{"rope_scaling", llama3()}}));
     ASSERT_TRUE(scaled) << scaled.error().message;
-    ASSERT_TRUE(scaled->rotary.llama3);
-    EXPECT_EQ(scaled->rotary.llama3->factor, 8.0);
-    EXPECT_EQ(scaled->rotary.llama3->original_max_position, 8192.0);
-    for (const char* type :
-         {"linear", "dynamic", "yarn", "longrope", "su", "mrope", "unheard-of"}) {
+    const auto* read = std::get_if<Llama3Scaling>(&scaled->rotary.scaling);
+    ASSERT_NE(read, nullptr);
+    EXPECT_EQ(read->factor, 8.0);
+    EXPECT_EQ(read->original_max_position, 8192.0);
+    for (const char* type : {"dynamic", "longrope", "su", "mrope", "unheard-of"}) {
         const auto model = parse(config({{"rope_scaling", {{"type", type}, {"factor", 2.0}}}}));
         ASSERT_TRUE(model) << type;
         ASSERT_EQ(model->obstacles.size(), 1U) << type;
@@ -221,6 +223,84 @@ TEST(ModelShapes, RopeScaling) {
               "m.json: rope_scaling: high_freq_factor: is not above low_freq_factor");
     EXPECT_EQ(message(config({{"rope_scaling", "llama3"}})),
               "m.json: rope_scaling: is a string, not an object");
+}
+
+TEST(ModelShapes, LinearScalings) {
+    const auto linear = parse(config({{"rope_scaling", {{"type", "linear"}, {"factor", 8}}}}));
+    ASSERT_TRUE(linear) << linear.error().message;
+    EXPECT_TRUE(linear->obstacles.empty());
+    ASSERT_TRUE(std::holds_alternative<LinearScaling>(linear->rotary.scaling));
+    EXPECT_EQ(std::get<LinearScaling>(linear->rotary.scaling).factor, 8.0);
+    EXPECT_EQ(message(config({{"rope_scaling", {{"type", "linear"}}}})),
+              "m.json: rope_scaling: factor: is missing");
+}
+
+TEST(ModelShapes, Yarn) {
+    const auto yarn = [](const json& changes) {
+        json scaling{{"rope_type", "yarn"}, {"factor", 4.0}};
+        scaling.update(changes);
+        return scaling;
+    };
+    const auto read = [&](const json& changes) {
+        const auto model = parse(config({{"rope_scaling", yarn(changes)}}));
+        EXPECT_TRUE(model) << model.error().message;
+        EXPECT_TRUE(model->obstacles.empty());
+        return std::get<YarnScaling>(model->rotary.scaling);
+    };
+    const YarnScaling least = read(json::object());
+    EXPECT_EQ(least.factor, 4.0);
+    EXPECT_EQ(least.original_max_position, 8192.0);  // the model's max_position_embeddings
+    EXPECT_EQ(least.beta_fast, 32.0);
+    EXPECT_EQ(least.beta_slow, 1.0);
+    EXPECT_TRUE(least.truncate);
+    EXPECT_EQ(least.attention_factor, 0.0);
+    const YarnScaling all = read({{"original_max_position_embeddings", 4096},
+                                  {"beta_fast", 64},
+                                  {"beta_slow", 2},
+                                  {"truncate", false},
+                                  {"attention_factor", 1.5},
+                                  {"mscale", 1.0},
+                                  {"mscale_all_dim", 0.5}});
+    EXPECT_EQ(all.original_max_position, 4096.0);
+    EXPECT_EQ(all.beta_fast, 64.0);
+    EXPECT_EQ(all.beta_slow, 2.0);
+    EXPECT_FALSE(all.truncate);
+    EXPECT_EQ(all.attention_factor, 1.5);
+    // DeepSeek's: two mscales, of which one alone says nothing.
+    EXPECT_DOUBLE_EQ(read({{"mscale", 1.0}, {"mscale_all_dim", 0.5}}).attention_factor,
+                     (0.1 * std::log(4.0) + 1) / (0.05 * std::log(4.0) + 1));
+    EXPECT_EQ(read({{"mscale", 0.707}, {"mscale_all_dim", 0.707}}).attention_factor, 1.0);
+    EXPECT_EQ(read({{"mscale", 0.707}}).attention_factor, 0.0);
+    EXPECT_EQ(read({{"mscale", 0.707}, {"mscale_all_dim", 0}}).attention_factor, 0.0);
+
+    const auto refusal = [&](const json& changes) {
+        return message(config({{"rope_scaling", yarn(changes)}}));
+    };
+    EXPECT_EQ(refusal({{"factor", nullptr}}), "m.json: rope_scaling: factor: is missing");
+    EXPECT_EQ(refusal({{"beta_slow", 32}}),
+              "m.json: rope_scaling: beta_fast: is not above beta_slow");
+    EXPECT_EQ(refusal({{"truncate", 1}}),
+              "m.json: rope_scaling: truncate: is a number, not true or false");
+    EXPECT_EQ(refusal({{"attention_factor", -1}}),
+              "m.json: rope_scaling: attention_factor: -1 is not above 0");
+    EXPECT_EQ(refusal({{"mscale", -100}, {"mscale_all_dim", 1}}),
+              "m.json: rope_scaling: mscale: gives no factor above 0");
+    EXPECT_EQ(message(without("max_position_embeddings", {{"rope_scaling", yarn(json::object())}})),
+              "m.json: rope_scaling: original_max_position_embeddings: is missing");
+}
+
+// Ministral 3's: 1 up to the original context.
+TEST(ModelShapes, AQueryScaleThatGrows) {
+    const auto model = parse(config({{"rope_parameters",
+                                      {{"rope_type", "yarn"},
+                                       {"factor", 16},
+                                       {"original_max_position_embeddings", 4096},
+                                       {"llama_4_scaling_beta", 0.1}}}}));
+    ASSERT_TRUE(model) << model.error().message;
+    ASSERT_EQ(model->obstacles.size(), 1U);
+    EXPECT_EQ(model->obstacles.front().key, "rope_parameters.llama_4_scaling_beta");
+    EXPECT_TRUE(decodableGeometry(*model, 4096));
+    EXPECT_FALSE(decodableGeometry(*model, 4097));
 }
 
 TEST(ModelShapes, Softcap) {

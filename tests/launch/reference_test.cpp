@@ -21,7 +21,7 @@ constexpr int head_dim = 64;
 CacheConfig config() {
     CacheConfig made;
     made.geometry = Geometry::uniform(3, query_heads, kv_heads, head_dim);
-    made.rotary = {.dim = head_dim, .theta = 10000.0, .llama3 = Llama3Scaling{}};
+    made.rotary = {.dim = head_dim, .theta = 10000.0, .scaling = Llama3Scaling{}};
     return made;
 }
 

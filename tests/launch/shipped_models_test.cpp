@@ -8,6 +8,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include <kvgrid/capacity.h>
@@ -29,8 +30,8 @@ struct Expected {
     int head_dim;
     std::int64_t max_positions;
     double theta;
-    double llama3_factor;  // 0: no llama3 scaling
-    int rotary_dim;        // 0: no rotary embedding
+    double rope_factor;  // of its rope_scaling; 0: none
+    int rotary_dim;      // 0: no rotary embedding
     int full_layers;
     int sliding_layers;
     std::int64_t window;
@@ -56,14 +57,14 @@ const std::vector<Expected> table{
     {"qwen3-32b",                64,  64,  8, 128, 40960,    1e6,    none, 128, 64, 0,  none, "bf16", 262144, 0, {}},
     {"qwen3-235b-a22b",          94,  64,  4, 128, 40960,    1e6,    none, 128, 94, 0,  none, "bf16", 192512, 0, {}},
     {"gemma-2-9b",               42,  16,  8, 256, 8192,     1e4,    none, 256, 21, 21, 4096, "fp32", 172032, 172032, {"sliding_window"}},
-    {"gemma-3-27b",              62,  32, 16, 128, none,     1e4,    none, 128, 10, 52, 1024, "bf16", 81920, 425984, {"rope_scaling.rope_type", "rope_local_base_freq", "sliding_window"}},
+    {"gemma-3-27b",              62,  32, 16, 128, none,     1e4,    8,    128, 10, 52, 1024, "bf16", 81920, 425984, {"rope_local_base_freq", "sliding_window"}},
     {"falcon-7b",                32,  71,  1, 64,  none,     1e4,    none, 64,  32, 0,  none, "bf16", 8192,   0, {}},
     {"phi-3-mini-4k",            32,  32, 32, 96,  4096,     1e4,    none, 96,  0,  32, 2047, "bf16", 0, 393216, {"sliding_window"}},
     {"phi-3-mini-128k",          32,  32, 32, 96,  131072,   1e4,    none, 96,  32, 0,  none, "bf16", 393216, 0, {"rope_scaling.type"}},
     {"starcoder-15b",            40,  48,  1, 128, 8192,     1e4,    none, none, 40, 0, none, "",     20480,  0, {}},
     {"gpt2",                     12,  12, 12, 64,  1024,     1e4,    none, none, 12, 0, none, "",     36864,  0, {}},
     {"smollm2-135m",             30,  9,   3, 64,  8192,     1e5,    none, 64,  30, 0,  none, "bf16", 23040,  0, {}},
-    {"gpt-oss-120b",             36,  64,  8, 64,  131072,   1.5e5,  none, 64,  18, 18, 128,  "bf16", 36864,  36864, {"rope_scaling.rope_type", "sliding_window"}},
+    {"gpt-oss-120b",             36,  64,  8, 64,  131072,   1.5e5,  32,   64,  18, 18, 128,  "bf16", 36864,  36864, {"sliding_window"}},
     {"qwen3-next-80b-a3b",       48,  16,  2, 256, 262144,   1e7,    none, 64,  12, 0,  none, "",     24576,  0, {}},
     {"gemma-3-1b",               26,  4,   1, 256, 32768,    1e6,    none, 256, 4,  22, 512,  "bf16", 4096,   22528, {"rope_local_base_freq", "sliding_window"}},
     {"qwen-7b-v1",               32,  32, 32, 128, 32768,    1e4,    none, 128, 32, 0,  none, "",     524288, 0, {}},
@@ -86,6 +87,13 @@ const std::vector<Refused> refused{
 
 std::string pathOf(const std::string& name) {
     return (std::filesystem::path(test::models_dir) / (name + ".json")).string();
+}
+
+double factorOf(const RotaryScaling& scaling) {
+    if (const auto* linear = std::get_if<LinearScaling>(&scaling)) return linear->factor;
+    if (const auto* llama3 = std::get_if<Llama3Scaling>(&scaling)) return llama3->factor;
+    if (const auto* yarn = std::get_if<YarnScaling>(&scaling)) return yarn->factor;
+    return 0;
 }
 
 class ShippedModel : public testing::TestWithParam<Expected> {
@@ -121,7 +129,7 @@ TEST_P(ShippedModel, HasTheRotaryEmbeddingOfItsSource) {
     const Expected& expected = GetParam();
     EXPECT_EQ(model_.rotary.dim, expected.rotary_dim);
     EXPECT_EQ(model_.rotary.theta, expected.theta);
-    EXPECT_EQ(model_.rotary.llama3 ? model_.rotary.llama3->factor : 0.0, expected.llama3_factor);
+    EXPECT_EQ(factorOf(model_.rotary.scaling), expected.rope_factor);
 }
 
 TEST_P(ShippedModel, TakesTheBytesATokenOfItsSource) {
@@ -193,6 +201,18 @@ TEST(ShippedModels, ShareLayersAsTheirFamilyDoes) {
     EXPECT_EQ(layersWithWindow("gpt-oss-120b", 128).front(), 0);
     EXPECT_EQ(layersWithWindow("qwen3-next-80b-a3b", 0).front(), 3);
     EXPECT_EQ(layersWithWindow("qwen3-next-80b-a3b", 0).back(), 47);
+}
+
+TEST(ShippedModels, ScaleRotaryEmbeddingsAsTheirFilesSay) {
+    const auto scalingOf = [](const std::string& name) {
+        return loadModelConfig(pathOf(name)).value().rotary.scaling;
+    };
+    EXPECT_TRUE(std::holds_alternative<Llama3Scaling>(scalingOf("llama-3.1-8b")));
+    EXPECT_TRUE(std::holds_alternative<LinearScaling>(scalingOf("gemma-3-27b")));
+    const auto yarn = std::get<YarnScaling>(scalingOf("gpt-oss-120b"));
+    EXPECT_EQ(yarn.original_max_position, 4096.0);
+    EXPECT_FALSE(yarn.truncate);
+    EXPECT_EQ(yarn.attention_factor, 0.0);
 }
 
 TEST(ShippedModels, ScaleScoresAsTheirFamilyDoes) {

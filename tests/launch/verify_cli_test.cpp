@@ -137,12 +137,36 @@ TEST(Verify, Phi3HeadDim96) {
     EXPECT_EQ(digestOf(1, arguments), digestOf(4, arguments));
 }
 
-TEST(Verify, Gemma2SoftcapsScores) {
-    const Arguments arguments{"--model", "gemma-2-9b", "--layers", "1",       "--batch",
-                              "2",       "--context",  "600",      "--steps", "2"};
+// The same digest on 1, 2 and 4 ranks.
+void expectRightOnAnyRanks(const std::string& model, const std::string& context) {
+    const Arguments arguments{"--model", model,       "--layers", "2",       "--batch",
+                              "2",       "--context", context,    "--steps", "2"};
     const std::string digest = digestOf(1, arguments);
     for (const int ranks : {2, 4})
         EXPECT_EQ(digestOf(ranks, arguments), digest) << ranks;
+}
+
+TEST(Verify, Gemma2SoftcapsScores) {
+    expectRightOnAnyRanks("gemma-2-9b", "600");
+}
+
+TEST(Verify, GptOssHasSinksAndYarn) {
+    expectRightOnAnyRanks("gpt-oss-120b", "128");
+}
+
+TEST(Verify, Phi2RotatesAPartOfAHead) {
+    expectRightOnAnyRanks("phi-2-msft", "300");
+}
+
+// As Qwen 2.5 is told to read longer contexts; the positions go beyond the original ones.
+TEST(Verify, YarnBeyondTheOriginalContext) {
+    const TempFolder folder;
+    const std::string path = folder / "yarn.json";
+    writeText(path, R"({"model_type": "qwen2", "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "hidden_size": 3584,
+        "rope_theta": 1000000.0, "max_position_embeddings": 1024, "rope_scaling":
+        {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}})");
+    expectRightOnAnyRanks(path, "600");
 }
 
 TEST(Verify, LanesOfSeveralStripes) {

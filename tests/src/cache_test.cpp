@@ -351,6 +351,19 @@ TEST_F(CacheTest, ConfigurationsAreRefusedByNameOnEveryRank) {
                 "differs between ranks");
         refused([](CacheConfig& config) { config.attention_sinks = process->rank() == 1; },
                 "differs between ranks");
+        const double own = 1 + process->rank();
+        const bool first = process->rank() == 0;
+        for (const RotaryScaling& scaling : std::initializer_list<RotaryScaling>{
+                 first ? RotaryScaling{} : LinearScaling{}, LinearScaling{.factor = own},
+                 Llama3Scaling{.factor = own}, Llama3Scaling{.low_freq_factor = own / 8},
+                 Llama3Scaling{.high_freq_factor = 4 * own},
+                 Llama3Scaling{.original_max_position = own}, YarnScaling{.factor = own},
+                 YarnScaling{.original_max_position = own}, YarnScaling{.beta_fast = 32 * own},
+                 YarnScaling{.beta_slow = own / 8}, YarnScaling{.truncate = first},
+                 YarnScaling{.attention_factor = own}}) {
+            refused([&](CacheConfig& config) { config.rotary.scaling = scaling; },
+                    "differs between ranks");
+        }
         refused([](CacheConfig& config) { config.block_size = process->rank() == 1 ? 3 : 16; },
                 "rank 1");
         refused([](CacheConfig& config) { config.geometry = Geometry::uniform(1, 3, 1, 64); },

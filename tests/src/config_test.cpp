@@ -21,7 +21,7 @@ std::string errorOf(const Result<Value>& result) {
 CacheConfig good() {
     CacheConfig config;
     config.geometry = Geometry::uniform(4, 32, 8, 128);
-    config.rotary = {.dim = 128, .theta = 500000.0, .llama3 = Llama3Scaling{}};
+    config.rotary = {.dim = 128, .theta = 500000.0, .scaling = Llama3Scaling{}};
     config.device_blocks = 100;
     config.max_sequences = 4;
     config.max_sequence_length = 4096;
@@ -199,14 +199,45 @@ TEST(Validate, Rotary) {
               "rotary theta 0.000000: above 0");
     EXPECT_EQ(errorAfter([=](CacheConfig& c) { c.rotary.theta = nan; }),
               "rotary theta nan: above 0");
-    EXPECT_EQ(errorAfter([](CacheConfig& c) { c.rotary.llama3->factor = 0; }),
-              "rotary llama3 scaling: every factor is above 0");
-    EXPECT_EQ(errorAfter([](CacheConfig& c) { c.rotary.llama3->low_freq_factor = 4; }),
-              "rotary llama3 scaling: high_freq_factor is above low_freq_factor");
     EXPECT_EQ(errorAfter([](CacheConfig& c) { c.softmax_scale = -1; }),
               "softmax scale -1.000000: above 0, or 0 for 1 / sqrt(head dim)");
     EXPECT_EQ(errorAfter([=](CacheConfig& c) { c.softmax_scale = nan; }),
               "softmax scale nan: above 0, or 0 for 1 / sqrt(head dim)");
+}
+
+TEST(Validate, RotaryScaling) {
+    const auto nan = std::numeric_limits<double>::quiet_NaN();
+    const auto infinity = std::numeric_limits<double>::infinity();
+    const auto message = [](const RotaryScaling& scaling, double theta = 1e4) {
+        return errorAfter([&](CacheConfig& c) {
+            c.rotary.scaling = scaling;
+            c.rotary.theta = theta;
+        });
+    };
+    EXPECT_EQ(message({}), "(no error)");
+    EXPECT_EQ(message(LinearScaling{.factor = 8}), "(no error)");
+    EXPECT_EQ(message(YarnScaling{.factor = 32, .attention_factor = 1}), "(no error)");
+    for (const double wrong : {0.0, -2.0, nan, infinity}) {
+        EXPECT_EQ(message(LinearScaling{.factor = wrong}),
+                  "rotary linear scaling: every factor is above 0");
+        for (const Llama3Scaling& scaling :
+             {Llama3Scaling{.factor = wrong}, Llama3Scaling{.low_freq_factor = wrong},
+              Llama3Scaling{.high_freq_factor = wrong},
+              Llama3Scaling{.original_max_position = wrong}}) {
+            EXPECT_EQ(message(scaling), "rotary llama3 scaling: every factor is above 0");
+        }
+        for (const YarnScaling& scaling :
+             {YarnScaling{.factor = wrong}, YarnScaling{.original_max_position = wrong},
+              YarnScaling{.beta_fast = wrong}, YarnScaling{.beta_slow = wrong},
+              YarnScaling{.attention_factor = wrong == 0 ? -1 : wrong}}) {
+            EXPECT_EQ(message(scaling), "rotary yarn scaling: every factor is above 0");
+        }
+    }
+    EXPECT_EQ(message(Llama3Scaling{.low_freq_factor = 4}),
+              "rotary llama3 scaling: high_freq_factor is above low_freq_factor");
+    EXPECT_EQ(message(YarnScaling{.beta_fast = 1}),
+              "rotary yarn scaling: beta_fast is above beta_slow");
+    EXPECT_EQ(message(YarnScaling{}, 1), "rotary theta 1.000000: above 1 in yarn scaling");
 }
 
 // As fp32, in the kernels, 1e-60 would be none and 1e60 infinite.
