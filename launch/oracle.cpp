@@ -60,13 +60,13 @@ double keptShare(int i, double plain, const Rotary& rotary) {
         break;
     }
     // turns = original_max_position theta^(-2 pair / dim) / 2 pi, solved for the pair.
-    const auto pairThatTurns = [&rotary](double turns) {
+    const auto pair_that_turns = [&rotary](double turns) {
         return rotary.dim *
                std::log(rotary.original_max_position / (turns * 2.0 * std::numbers::pi)) /
                (2.0 * std::log(rotary.theta));
     };
-    double begin = pairThatTurns(rotary.fast_turns);
-    double end = pairThatTurns(rotary.slow_turns);
+    double begin = pair_that_turns(rotary.fast_turns);
+    double end = pair_that_turns(rotary.slow_turns);
     if (rotary.whole_pairs) {
         begin = std::floor(begin);
         end = std::ceil(end);

@@ -45,7 +45,7 @@ std::vector<double> expected(SequenceId sequence, std::int64_t position, int hea
 }
 
 // Of a gathered row.
-std::span<const float> headOf(const std::vector<float>& out, std::size_t row, int head) {
+std::span<const float> outputOf(const std::vector<float>& out, std::size_t row, int head) {
     return std::span(out).subspan((row * query_heads + static_cast<std::size_t>(head)) * head_dim,
                                   head_dim);
 }
@@ -59,7 +59,7 @@ TEST_F(CacheTest, EveryRankHasAllHeadsOfTheAnswer) {
     const std::pair<SequenceId, std::int64_t> rows[] = {{b, 0}, {a, 600}, {a, 601}};
     for (std::size_t row = 0; row < 3; ++row) {
         for (int head = 0; head < query_heads; ++head) {
-            EXPECT_LE(oracle::relativeError(headOf(out, row, head),
+            EXPECT_LE(oracle::relativeError(outputOf(out, row, head),
                                             expected(rows[row].first, rows[row].second, head)),
                       test::output_bound)
                 << "row " << row << " head " << head;
@@ -77,11 +77,11 @@ TEST_F(CacheTest, ASoftcapBendsTheScores) {
     for (const std::size_t position : {0, 100, 299}) {
         for (int head = 0; head < query_heads; ++head) {
             const auto at = static_cast<std::int64_t>(position);
-            EXPECT_LE(oracle::relativeError(headOf(out, position, head),
+            EXPECT_LE(oracle::relativeError(outputOf(out, position, head),
                                             expected(a, at, head, {.softcap = 1.5})),
                       test::output_bound);
             if (position == 0) continue;
-            EXPECT_GT(oracle::relativeError(headOf(out, position, head), expected(a, at, head)),
+            EXPECT_GT(oracle::relativeError(outputOf(out, position, head), expected(a, at, head)),
                       10 * test::output_bound);
         }
     }
@@ -111,7 +111,7 @@ TEST_F(CacheTest, SinksJoinTheSoftmaxOfTheirHeads) {
     const std::vector<float> out = run(cache, Requests().run(a, 300));
     for (const std::size_t position : {0, 7, 299}) {
         for (int head = 0; head < query_heads; ++head) {
-            EXPECT_LE(oracle::relativeError(headOf(out, position, head),
+            EXPECT_LE(oracle::relativeError(outputOf(out, position, head),
                                             expected(a, static_cast<std::int64_t>(position), head,
                                                      {.sink = sinkOf(head)})),
                       test::output_bound)
