@@ -2,8 +2,8 @@
 //
 // Every rank holds the states of its query heads; the joined output has all heads, in order. The
 // data flow is states (fp32) -> sinks merged, output format -> all-gather -> [rows, all heads,
-// head_dim]. The
-// receive buffer is made once, for the largest step: nothing is allocated in gather or keep.
+// head_dim]. The receive buffer is made once, for the largest step: nothing is allocated in gather
+// or keep.
 #pragma once
 
 #include <cstdint>

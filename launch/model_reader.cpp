@@ -372,8 +372,8 @@ private:
             config_.softmax_scale = *scale;
         }
         if (!model_.boolean({"scale_attn_weights"}).value_or(true)) config_.softmax_scale = 1.0;
-        const double absent = model_.isNull("attn_logit_softcapping") ? 0 : family_.softcap;
         config_.attention_sinks = family_.sinks;
+        const double absent = model_.isNull("attn_logit_softcapping") ? 0 : family_.softcap;
         config_.logit_softcap = model_.positive({"attn_logit_softcapping"}).value_or(absent);
     }
 

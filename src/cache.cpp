@@ -339,8 +339,8 @@ Result<Cache> Cache::create(Process& process, const CacheConfig& given) {
     Result<Sinks> sinks =
         Sinks::create(*ranks.device, config->attention_sinks ? config->geometry.layers : 0,
                       shard_config.query_heads);
-    const Result<void> sunk = sinks ? Result<void>() : tl::unexpected<Failure>(sinks.error());
-    if (Result<void> agreed = control.agree(sunk); !agreed)
+    const Result<void> taken = sinks ? Result<void>() : tl::unexpected<Failure>(sinks.error());
+    if (Result<void> agreed = control.agree(taken); !agreed)
         return tl::unexpected<Failure>(agreed.error());
 
     Result<comm::Join> join = comm::Join::create(ranks.transport(), *ranks.device,

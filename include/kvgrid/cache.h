@@ -145,9 +145,8 @@ public:
 
     // The learned attention sinks of one layer (gpt-oss, arXiv 2508.10925): a logit a query head
     // that joins the softmax's denominator and weighs no value, unscaled and uncapped. As with q,
-    // a rank gives those of its own query heads. Local; over when it returns, outside of graphs.
-    // What is attended from now on has them, and so has what graphs attend that were captured
-    // before.
+    // a rank gives those of its own query heads. Local; over when it returns; outside of graphs.
+    // They count in every attend from now on, those of graphs that were captured before included.
     //   logits  [query heads of this rank], on the host; -inf: the head has none
     // invalid_argument: a configuration without attention_sinks, a layer that is not there, another
     // number of logits, NaN or +inf.
