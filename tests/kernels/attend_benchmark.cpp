@@ -1,181 +1,341 @@
-// Times decode attention of the CPU device against the read ceiling of the same threads, and prints
-// a table. Not a test: nothing is asserted.
-//   attend_benchmark [threads]
+// Times one layer's attention against the read ceiling of the same run and checks its outputs;
+// attend_benchmark on the CPU device, attend_benchmark_gpu on a GPU. `--help` says how to call it.
+//
+// Every launch reads another layer, over block ids that are scattered through the whole pool.
+// ceiling: readRuns of 32 KB runs, permuted, over as many bytes as a launch reads. plain: from an
+// event before a launch to one behind it. graph: one CUDA graph of many launches, divided by their
+// number; null on the CPU. GB/s count K and V alone, once for a GQA group.
+#include <unistd.h>
+
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
-#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <functional>
-#include <numeric>
-#include <random>
+#include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
-#include "kernels/attention_state.h"
 #include "kernels/device.h"
-#include "kernels/number_formats.h"
 #include "kernels/ops.h"
+#include "launch/git_hash.h"
+#include "tests/kernels/attend_shapes.h"
+#include "tests/kernels/attend_step.h"
 
 namespace kvgrid {
 namespace {
 
-struct Shape {
-    NumberFormat format;
-    int group;
-    int head_dim;
-    int batch;
-    std::int64_t context;
-    int kv_heads = 8;
-    int rows = 1;  // a sequence
-};
+#ifdef KVGRID_TEST_CUDA
+constexpr DeviceKind device_kind = DeviceKind::cuda;
+constexpr const char* program = "attend_benchmark_gpu";
+constexpr std::int64_t default_pool_gib = 24;
+#else
+constexpr DeviceKind device_kind = DeviceKind::cpu;
+constexpr const char* program = "attend_benchmark";
+constexpr std::int64_t default_pool_gib = 2;
+#endif
 
-double seconds(const std::function<void()>& work) {
-    const auto begin = std::chrono::steady_clock::now();
-    work();
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-}
+constexpr const char* usage = R"( [--shape SHAPE]... [--only TEXT] [--formats LIST] [--json FILE]
+        [--gib POOL] [--threads N]
 
-double medianSeconds(int repetitions, const std::function<void()>& work) {
-    work();
-    std::vector<double> times;
-    for (int i = 0; i < repetitions; ++i)
-        times.push_back(seconds(work));
-    std::nth_element(times.begin(), times.begin() + repetitions / 2, times.end());
-    return times[static_cast<std::size_t>(repetitions / 2)];
+  --shape    BATCHxCONTEXT[+BATCHxCONTEXT...]xQUERY/KV[xDIM][qROWS]: sequences, heads, head dim (128)
+             and new tokens of each (1); again for another shape. Otherwise a list of its own
+  --only     of the list, the shapes that have TEXT in their name
+  --formats  of K and V, with commas: bf16, fp16 (bf16)
+  --json     the report, in a new file
+  --gib      the pool, in GiB: all launches together read from it (CUDA 24, CPU 2)
+  --threads  of the CPU device (all that this process may use)
+
+Exit code 1: an output is wrong. 2: usage. 3: does not fit. 4: no GPU.
+)";
+
+constexpr std::int64_t run_bytes = 32768;
+constexpr int repetitions = 24;
+constexpr int warm_up = 3;
+
+double median(std::vector<double> values) {
+    std::nth_element(values.begin(),
+                     values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2), values.end());
+    return values[values.size() / 2];
 }
 
 class Benchmark {
 public:
-    explicit Benchmark(int threads) : device_(makeCpuDevice(threads)) {}
-
-    void ceiling() {
-        constexpr std::int64_t run_bytes = 32768;
-        constexpr std::int64_t count = 32768;
-        const Buffer data = Buffer::onDevice(*device_, run_bytes * count).value();
-        std::vector<std::int32_t> order(count);
-        std::iota(order.begin(), order.end(), 0);
-        std::shuffle(order.begin(), order.end(), std::mt19937(1));
-        std::uint64_t sink = 0;
-        const ReadRunsParams params{.data = data.data(),
-                                    .order = order.data(),
-                                    .count = count,
-                                    .run_bytes = run_bytes,
-                                    .sink = &sink};
-        const double time = medianSeconds(
-            9, [&] { device_->operations().readRuns(params, device_->defaultStream()); });
-        ceiling_ = static_cast<double>(run_bytes * count) / time / 1e9;
-        std::printf("# %s\n# read ceiling: %.2f GB/s\n", device_->description().c_str(), ceiling_);
-        std::printf(
-            "# format group head_dim kv_heads batch context rows    GB/s  of_ceiling  GFLOP/s\n");
+    Benchmark(std::unique_ptr<Device> device, std::int64_t pool_bytes)
+        : device_(std::move(device)),
+          pool_(orThrow(Buffer::onDevice(*device_, static_cast<std::size_t>(pool_bytes)))),
+          sink_(orThrow(Buffer::onDevice(*device_, sizeof(std::uint64_t)))),
+          order_(upload(*device_, permutation(pool_bytes / run_bytes, 1))),
+          begin_(*device_, true),
+          end_(*device_, true) {
+        report["schema"] = 2;
+        report["program"] = program;
+        report["commit"] = KVGRID_GIT_HASH;
+        report["device"] = device_->description();
+        report["threads"] = device_->threads();
+        report["block_size"] = block_size;
+        report["pool_bytes"] = pool_bytes;
+        report["repetitions"] = repetitions;
+        report["rows"] = nlohmann::json::array();
+        std::printf("# %s (%s), blocks of %lld tokens, medians of %d\n",
+                    device_->description().c_str(), KVGRID_GIT_HASH,
+                    static_cast<long long>(block_size), repetitions);
     }
 
-    void attend(const Shape& shape) {
-        constexpr std::int64_t block_size = 64;
-        const std::int64_t blocks_per_sequence = (shape.context + block_size - 1) / block_size;
-        const std::int64_t blocks = blocks_per_sequence * shape.batch;
-        const std::int64_t row_bytes =
-            shape.head_dim * static_cast<std::int64_t>(bytesPerElement(shape.format));
-        const std::int64_t tile_bytes =
-            block_size * row_bytes + scaleBytes(shape.format, block_size);
-        PoolView pool{.max_num_blocks = blocks,
-                      .block_stride = shape.kv_heads * 2 * tile_bytes,
-                      .head_stride = 2 * tile_bytes,
-                      .token_stride = row_bytes,
-                      .value_offset = tile_bytes,
-                      .scale_offset = block_size * row_bytes,
-                      .scale_head_stride = 2 * tile_bytes,
-                      .block_size = block_size,
-                      .format = shape.format};
-        // Several layers, so that none is warm: two gigabytes in turn.
-        pool.layer_stride = blocks * pool.block_stride;
-        const std::int64_t layers =
-            std::clamp<std::int64_t>((std::int64_t{2} << 30) / pool.layer_stride, 1, 16);
-        const Buffer data =
-            Buffer::onDevice(*device_, static_cast<std::size_t>(layers * pool.layer_stride))
-                .value();
-        pool.data = data.data();
-        auto* const bits = data.as<std::uint16_t>();
-        // Numbers near 1 in every format, and as scales.
-        const std::uint16_t one = shape.format == NumberFormat::bf16 ? 0x3F00 : 0x3800;
-        for (std::size_t i = 0; i < data.bytes() / 2; ++i)
-            bits[i] = static_cast<std::uint16_t>(one ^ (i * 2654435761U & 0x803FU));
+    // Fills the pool with numbers of this format.
+    void use(NumberFormat format) {
+        format_ = format;
+        pattern_.emplace(format);
+        pattern_->fill(*device_, pool_);
+        const std::int64_t bytes = static_cast<std::int64_t>(pool_.bytes()) / 4;
+        const double rate = ceiling(bytes);
+        report["ceiling_gb_per_s"] = rate;
+        std::printf("# %s, ceiling of %.1f GB in 32 KB runs: %.0f GB/s\n", name(format).data(),
+                    static_cast<double>(bytes) / 1e9, rate);
+        std::printf("# %-26s %8s %9s %10s %8s %10s %8s %9s %7s %s\n", "batch x context x heads",
+                    "MB", "ceiling", "plain us", "of ceil", "graph us", "of ceil", "error",
+                    "checked", "wrong");
+    }
 
-        std::vector<std::int32_t> table(static_cast<std::size_t>(blocks));
-        std::iota(table.begin(), table.end(), 0);
-        std::shuffle(table.begin(), table.end(), std::mt19937(2));
-        const std::int64_t rows = shape.batch * shape.rows;
-        const int query_heads = shape.kv_heads * shape.group;
-        std::vector<float> q(static_cast<std::size_t>(rows * query_heads * shape.head_dim), 0.01F);
-        std::vector<float> out(q.size());
-        std::vector<float> lse(static_cast<std::size_t>(rows * query_heads));
-        std::vector<Run> runs;
-        for (int i = 0; i < shape.batch; ++i)
-            runs.push_back({.slot = i,
-                            .rows = shape.rows,
-                            .first_row = std::int64_t{i} * shape.rows,
-                            .first_position = shape.context - shape.rows});
-        const Buffer workspace =
-            Buffer::onDevice(*device_, device_->operations().attendWorkspaceBytes(rows, query_heads,
-                                                                                  shape.head_dim))
-                .value();
-        AttendParams params{.query_heads = query_heads,
-                            .kv_heads = shape.kv_heads,
-                            .head_dim = shape.head_dim,
-                            .scale = 0.1F,
-                            .q = q.data(),
-                            .runs = runs.data(),
-                            .run_count = shape.batch,
-                            .max_position = shape.context - 1,
-                            .tables = {table.data(), blocks_per_sequence},
-                            .pool = pool,
-                            .out = out.data(),
-                            .lse = lse.data(),
-                            .workspace = workspace.data(),
-                            .workspace_bytes = workspace.bytes()};
-        const double time =
-            medianSeconds(5,
-                          [&] {
-                              for (params.layer = 0; params.layer < layers; ++params.layer)
-                                  device_->operations().attend(params, device_->defaultStream());
-                          }) /
-            static_cast<double>(layers);
-        const double bytes = 2.0 * static_cast<double>(tile_bytes) / block_size * shape.kv_heads *
-                             static_cast<double>(shape.context) * shape.batch;
-        const double tokens = static_cast<double>(shape.context) * shape.batch;
-        const double rate = bytes / time / 1e9;
-        std::printf("%8s %5d %8d %8d %5d %7lld %4d %7.2f %10.1f%% %8.1f\n",
-                    std::string(name(shape.format)).c_str(), shape.group, shape.head_dim,
-                    shape.kv_heads, shape.batch, static_cast<long long>(shape.context), shape.rows,
-                    rate, 100.0 * rate / ceiling_,
-                    4.0 * tokens * query_heads * shape.head_dim * shape.rows / time / 1e9);
+    void run(const AttendShape& shape) {
+        Step step(*device_, shape, pool_, *pattern_, format_);
+        const std::int64_t bytes = shape.bytes(format_);
+        const double ceiling_rate = ceiling(bytes);
+        const std::int64_t launches = std::max<std::int64_t>(step.layers, 8);
+
+        for (int i = 0; i < warm_up; ++i)
+            step.attend(i);
+        std::vector<double> times;
+        for (int i = 0; i < repetitions; ++i)
+            times.push_back(time([&] { step.attend(warm_up + i); }));
+        const double plain_us = median(times);
+        step.poisonOut();
+        step.attend(launches - 1);
+        const std::vector<float> out = step.out();
+        const Checked checked = step.check(out, errorBound(*device_, format_));
+        std::int64_t wrong = checked.wrong;
+
+        nlohmann::json row{{"shape", shape.name},
+                           {"format", name(format_)},
+                           {"sequences", shape.sequences()},
+                           {"rows", shape.rows},
+                           {"query_heads", shape.query_heads},
+                           {"kv_heads", shape.kv_heads},
+                           {"head_dim", shape.head_dim},
+                           {"kv_bytes", bytes},
+                           {"layers", step.layers},
+                           {"launches", launches},
+                           {"ceiling_gb_per_s", ceiling_rate},
+                           {"checked", checked.vectors},
+                           {"max_rel_error", checked.max_rel_error}};
+        const auto add = [&](const std::string& launch, std::optional<double> microseconds) {
+            row[launch + "_us"] = nullptr;
+            row[launch + "_gb_per_s"] = nullptr;
+            row[launch + "_ceiling_share"] = nullptr;
+            if (!microseconds) return std::string("         -        -");
+            const double rate = static_cast<double>(bytes) / *microseconds / 1e3;
+            row[launch + "_us"] = *microseconds;
+            row[launch + "_gb_per_s"] = rate;
+            row[launch + "_ceiling_share"] = rate / ceiling_rate;
+            char text[64];
+            std::snprintf(text, sizeof text, "%10.1f %7.1f%%", *microseconds,
+                          100 * rate / ceiling_rate);
+            return std::string(text);
+        };
+        const std::string plain = add("plain", plain_us);
+        std::string graph;
+        if constexpr (device_kind == DeviceKind::cuda) {
+            step.poisonOut();
+            graph = add("graph", timeGraph(step, launches));
+            // Equal bits, every one: the graph's last launch is the one that the oracle saw.
+            const std::vector<float> again = step.out();
+            if (std::memcmp(again.data(), out.data(), out.size() * sizeof(float)) != 0) ++wrong;
+        } else {
+            graph = add("graph", std::nullopt);
+        }
+        row["wrong"] = wrong;
+        any_wrong_ = any_wrong_ || wrong > 0;
+        report["rows"].push_back(row);
+        std::printf("  %-26s %8.1f %9.2f %s %s %9.1e %7lld %lld\n", shape.name.c_str(),
+                    static_cast<double>(bytes) / 1e6, ceiling_rate, plain.c_str(), graph.c_str(),
+                    checked.max_rel_error, static_cast<long long>(checked.vectors),
+                    static_cast<long long>(wrong));
         std::fflush(stdout);
     }
 
+    [[nodiscard]] bool anyWrong() const { return any_wrong_; }
+
+    nlohmann::json report;
+
 private:
+    // Microseconds on the device.
+    double time(const std::function<void()>& work) {
+        const StreamView stream = device_->defaultStream();
+        begin_.record(stream);
+        work();
+        end_.record(stream);
+        device_->synchronize(stream);
+        return 1e6 * end_.secondsSince(begin_);
+    }
+
+    // GB/s of the probe over `bytes` a launch, other runs each time.
+    double ceiling(std::int64_t bytes) {
+        const std::int64_t all = static_cast<std::int64_t>(pool_.bytes()) / run_bytes;
+        const std::int64_t count = std::clamp<std::int64_t>(bytes / run_bytes, 1, all);
+        std::vector<double> times;
+        std::int64_t first = 0;
+        for (int i = 0; i < warm_up + repetitions; ++i) {
+            if (first + count > all) first = 0;
+            const ReadRunsParams params{.data = pool_.data(),
+                                        .order = order_.as<std::int32_t>() + first,
+                                        .count = count,
+                                        .run_bytes = run_bytes,
+                                        .sink = sink_.as<std::uint64_t>()};
+            const double taken =
+                time([&] { device_->operations().readRuns(params, device_->defaultStream()); });
+            if (i >= warm_up) times.push_back(taken);
+            first += count;
+        }
+        return static_cast<double>(count * run_bytes) / median(times) / 1e3;
+    }
+
+    double timeGraph(Step& step, std::int64_t launches) {
+        const StreamView stream = device_->defaultStream();
+        device_->beginCapture(stream);
+        for (std::int64_t i = 0; i < launches; ++i)
+            step.attend(i);
+        const Graph graph = Graph::endCapture(stream);
+        std::vector<double> times;
+        for (int i = 0; i < warm_up + repetitions; ++i) {
+            const double taken = time([&] { graph.launch(stream); });
+            if (i >= warm_up) times.push_back(taken / static_cast<double>(launches));
+        }
+        return median(times);
+    }
+
     std::unique_ptr<Device> device_;
-    double ceiling_ = 0;
+    Buffer pool_;
+    Buffer sink_;
+    Buffer order_;
+    Event begin_;
+    Event end_;
+    NumberFormat format_ = NumberFormat::bf16;
+    std::optional<Pattern> pattern_;
+    bool any_wrong_ = false;
 };
 
-void runAll(int threads) {
-    Benchmark benchmark(threads);
-    benchmark.ceiling();
-    for (const NumberFormat format :
-         {NumberFormat::bf16, NumberFormat::fp16, NumberFormat::fp8_e4m3, NumberFormat::int8}) {
-        for (const int head_dim : {64, 80, 96, 128, 256})
-            benchmark.attend({format, 4, head_dim, 4, 16384});
-        for (const int group : {1, 2, 3, 8, 16})
-            benchmark.attend({format, group, 128, 4, 16384});
-        benchmark.attend({format, 71, 64, 4, 16384, 1});
-        benchmark.attend({format, 4, 128, 1, 131072});
-        benchmark.attend({format, 4, 128, 64, 1024});
+struct Options {
+    std::vector<AttendShape> shapes;
+    std::vector<NumberFormat> formats{NumberFormat::bf16};
+    std::string only;
+    std::string json;
+    std::int64_t gib = default_pool_gib;
+    std::int64_t threads = std::max<std::int64_t>(1, std::thread::hardware_concurrency());
+};
+
+[[noreturn]] void refuse(const std::string& message) {
+    throw Error(ErrorCode::invalid_argument, message);
+}
+
+std::int64_t number(const std::string& option, const std::string& text) {
+    if (text.empty() || text.size() > 6 ||
+        text.find_first_not_of("0123456789") != std::string::npos || std::stoll(text) < 1)
+        refuse(option + ": '" + text + "' is no number from 1 on");
+    return std::stoll(text);
+}
+
+std::vector<NumberFormat> parseFormats(const std::string& text) {
+    std::vector<NumberFormat> formats;
+    for (std::size_t begin = 0; begin <= text.size();) {
+        const std::size_t end = std::min(text.find(',', begin), text.size());
+        const std::string word = text.substr(begin, end - begin);
+        begin = end + 1;
+        if (word == "bf16")
+            formats.push_back(NumberFormat::bf16);
+        else if (word == "fp16")
+            formats.push_back(NumberFormat::fp16);
+        else
+            refuse("--formats: '" + word + "' is none of bf16, fp16");
     }
-    benchmark.attend({NumberFormat::bf16, 4, 128, 1, 4096, 8, 256});
+    return formats;
+}
+
+Options parse(int argc, char** argv) {
+    Options options;
+    for (int i = 1; i < argc; i += 2) {
+        const std::string option = argv[i];
+        if (i + 1 == argc) refuse(option + " is unknown or wants a value (--help)");
+        const std::string value = argv[i + 1];
+        if (option == "--shape")
+            options.shapes.push_back(orThrow(parseAttendShape(value)));
+        else if (option == "--only")
+            options.only = value;
+        else if (option == "--formats")
+            options.formats = parseFormats(value);
+        else if (option == "--json")
+            options.json = value;
+        else if (option == "--gib")
+            options.gib = number(option, value);
+        else if (option == "--threads")
+            options.threads = number(option, value);
+        else
+            refuse("unknown option " + option + " (--help)");
+    }
+    if (options.shapes.empty()) options.shapes = attendShapes(device_kind);
+    std::erase_if(options.shapes, [&](const AttendShape& shape) {
+        return shape.name.find(options.only) == std::string::npos;
+    });
+    if (options.shapes.empty()) refuse("--only: no shape has '" + options.only + "' in its name");
+    for (const AttendShape& shape : options.shapes)
+        for (const NumberFormat format : options.formats)
+            if (shape.blockBytes(block_size, format) > options.gib << 30)
+                throw Error(
+                    ErrorCode::does_not_fit,
+                    shape.name + " wants " +
+                        std::to_string(((shape.blockBytes(block_size, format) - 1) >> 30) + 1) +
+                        " GiB: --gib says " + std::to_string(options.gib));
+    if (!options.json.empty()) {
+        if (std::ifstream(options.json))
+            refuse("--json: " + options.json + " exists and is not overwritten");
+        const auto folder = std::filesystem::absolute(options.json).parent_path();
+        if (access(folder.c_str(), W_OK) != 0) refuse("--json: cannot write " + options.json);
+    }
+    return options;
+}
+
+int benchmark(int argc, char** argv) {
+    if (argc == 2 && std::string(argv[1]) == "--help") {
+        std::printf("%s%s", program, usage);
+        return 0;
+    }
+    const Options options = parse(argc, argv);
+    Benchmark bench(device_kind == DeviceKind::cuda
+                        ? makeCudaDevice(0)
+                        : makeCpuDevice(static_cast<int>(options.threads)),
+                    options.gib << 30);
+    for (const NumberFormat format : options.formats) {
+        bench.use(format);
+        for (const AttendShape& shape : options.shapes)
+            bench.run(shape);
+    }
+    if (!options.json.empty() && !(std::ofstream(options.json) << bench.report.dump(1) << '\n'
+                                                               << std::flush))
+        refuse("--json: cannot write " + options.json);
+    std::printf("# %s\n", bench.anyWrong() ? "FAILED" : "OK");
+    return bench.anyWrong() ? 1 : 0;
 }
 
 }  // namespace
 }  // namespace kvgrid
 
 int main(int argc, char** argv) {
-    kvgrid::runAll(argc > 1 ? std::atoi(argv[1]) : 2);
-    return 0;
+    try {
+        return kvgrid::benchmark(argc, argv);
+    } catch (const kvgrid::Error& error) {
+        std::fprintf(stderr, "%s: %s\n", kvgrid::program, error.what());
+        return kvgrid::exitCode(error.code());
+    }
 }

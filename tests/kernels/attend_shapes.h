@@ -1,0 +1,45 @@
+// The shapes over which attention is timed: one list, for kvgrid and for those that
+// launch/compare_attention compares it with, which take the shapes from kvgrid's report.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <kvgrid/error.h>
+#include <kvgrid/types.h>
+
+namespace kvgrid {
+
+// One layer's attention of one step.
+struct AttendShape {
+    std::string name;
+    std::vector<std::int64_t> lengths;  // of each sequence, its new tokens included
+    int query_heads = 0;
+    int kv_heads = 0;
+    int head_dim = 128;
+    std::int64_t rows = 1;  // new tokens of each sequence
+
+    [[nodiscard]] std::int64_t blocks(std::int64_t block_size) const;
+    // K and V of the tokens that are there, and of the blocks that hold them.
+    [[nodiscard]] std::int64_t bytes(NumberFormat format) const;
+    [[nodiscard]] std::int64_t blockBytes(std::int64_t block_size, NumberFormat format) const;
+    // The lengths in order, as (how many, tokens).
+    [[nodiscard]] std::vector<std::pair<std::int64_t, std::int64_t>> sequences() const;
+};
+
+// BATCHxCONTEXT[+BATCHxCONTEXT...]xQUERY/KV[xDIM][qROWS], sizes with K or M:
+//   1x128Kx32/8           one sequence of 131,072 tokens, 32 query heads, 8 KV heads of 128
+//   4x64Kx16/1x256        heads of 256
+//   1x1M+63x2Kx8/1        a million tokens beside 63 short sequences
+//   1x4Kx32/8q256         256 new tokens
+// invalid_argument: the text and what is wrong with it.
+[[nodiscard]] Result<AttendShape> parseAttendShape(std::string_view text);
+
+// What is timed where no shape is asked for. CUDA: large batches; one rank of eight; ragged
+// batches. CPU: head dims and group sizes.
+[[nodiscard]] std::vector<AttendShape> attendShapes(DeviceKind device);
+
+}  // namespace kvgrid

@@ -1,0 +1,85 @@
+#include "tests/kernels/attend_shapes.h"
+
+#include <gmock/gmock.h>
+
+#include "launch/trace.h"
+#include "tests/paths.h"
+
+namespace kvgrid {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::Pair;
+
+TEST(AttendShapes, TextSaysLengthsHeadsAndRows) {
+    const AttendShape plain = orThrow(parseAttendShape("2x128Kx32/8"));
+    EXPECT_EQ(plain.name, "2x128Kx32/8");
+    EXPECT_THAT(plain.lengths, ElementsAre(131072, 131072));
+    EXPECT_EQ(plain.query_heads, 32);
+    EXPECT_EQ(plain.kv_heads, 8);
+    EXPECT_EQ(plain.head_dim, 128);
+    EXPECT_EQ(plain.rows, 1);
+
+    const AttendShape ragged = orThrow(parseAttendShape("1x1M+3x2K+1x7x16/1x256q5"));
+    EXPECT_THAT(ragged.lengths, ElementsAre(1048576, 2048, 2048, 2048, 7));
+    EXPECT_THAT(ragged.sequences(), ElementsAre(Pair(1, 1048576), Pair(3, 2048), Pair(1, 7)));
+    EXPECT_EQ(ragged.query_heads, 16);
+    EXPECT_EQ(ragged.kv_heads, 1);
+    EXPECT_EQ(ragged.head_dim, 256);
+    EXPECT_EQ(ragged.rows, 5);
+}
+
+TEST(AttendShapes, BytesAreOfTokensOrOfBlocks) {
+    const AttendShape shape = orThrow(parseAttendShape("1x65+1x64x8/2x64"));
+    EXPECT_EQ(shape.blocks(64), 3);
+    EXPECT_EQ(shape.bytes(NumberFormat::bf16), 129 * 2 * 2 * 64 * 2);
+    EXPECT_EQ(shape.bytes(NumberFormat::int8), 129 * 2 * 2 * (64 + 2));
+    EXPECT_EQ(shape.blockBytes(64, NumberFormat::bf16), 192 * 2 * 2 * 64 * 2);
+}
+
+TEST(AttendShapes, WhatIsNoShapeIsRefusedByName) {
+    for (const auto& [text, reason] : {std::pair{"", "is no BATCHxCONTEXT"},
+                                       {"1x128K", "is no BATCHxCONTEXT"},
+                                       {"1x128kx8/1", "is no BATCHxCONTEXT"},
+                                       {"1x128Kx8", "is no BATCHxCONTEXT"},
+                                       {"1x128Kx8/1 ", "is no BATCHxCONTEXT"},
+                                       {"-1x128Kx8/1", "is no BATCHxCONTEXT"},
+                                       {"1x128Kx8/1x", "is no BATCHxCONTEXT"},
+                                       {"0x128Kx8/1", "sequences that are none"},
+                                       {"9999999x1Kx8/1", "sequences that are none, or too many"},
+                                       {"1x0x8/1", "sequences that are none"},
+                                       {"1x999999999Mx8/1", "sequences that are none, or too"},
+                                       {"1x1Kx8/3", "no multiple of its KV heads"},
+                                       {"1x1Kx0/1", "no multiple of its KV heads"},
+                                       {"1x1Kx8/0", "no multiple of its KV heads"},
+                                       {"1x1Kx8/1x100", "head dim"},
+                                       {"1x1Kx8/1x0", "head dim"},
+                                       {"1x1Kx8/1x272", "head dim"},
+                                       {"1x1K+1x4x8/1q5", "more than a sequence"},
+                                       {"1x1Kx8/1q0", "new tokens that are none"}}) {
+        const Result<AttendShape> shape = parseAttendShape(text);
+        ASSERT_FALSE(shape.has_value()) << text;
+        EXPECT_EQ(shape.error().code, ErrorCode::invalid_argument);
+        EXPECT_THAT(shape.error().message, HasSubstr("'" + std::string(text) + "'"));
+        EXPECT_THAT(shape.error().message, HasSubstr(reason));
+    }
+}
+
+TEST(AttendShapes, ConversationsAreDrawnFromTheTrace) {
+    const launch::Trace trace = orThrow(
+        launch::readTrace(std::string(test::traces_dir) + "/mooncake_conversation_trace.jsonl"));
+    const auto drawn = launch::drawLengths(trace, 64, 0, std::int64_t{1} << 40);
+    for (const DeviceKind device : {DeviceKind::cpu, DeviceKind::cuda}) {
+        int found = 0;
+        for (const AttendShape& shape : attendShapes(device)) {
+            if (shape.name.find("conversations") == std::string::npos) continue;
+            ++found;
+            EXPECT_EQ(shape.lengths, drawn);
+        }
+        EXPECT_EQ(found, 1);
+    }
+}
+
+}  // namespace
+}  // namespace kvgrid
