@@ -1,0 +1,514 @@
+"""Attention of others, timed as tests/kernels/attend_benchmark.cpp times kvgrid's: one token a
+sequence, every launch over another layer's K and V, medians, outputs checked.
+
+    attention_peers.py PEER < REQUEST        one process a peer; compare_attention starts it
+
+REQUEST is JSON: device ("cuda" or "cpu"), threads, repetitions, and shapes, which are rows of
+attend_benchmark's report. On stdout comes one line of JSON with the peer's version or why it is
+missing, then one for each shape: times and form, or why it failed. All else goes to stderr.
+"""
+
+import collections
+import gc
+import importlib
+import json
+import math
+import os
+import statistics
+import sys
+import time
+
+WARM_UP = 3
+PILOT = 3
+# A graph of launches need not run longer than this to be timed well.
+GRAPH_US = 50_000
+# Of the free memory, for K and V: some forms make copies of them.
+KV_SHARE = 0.35
+PAGE = 64
+# ||x - reference|| / ||reference|| beyond which a peer computes something else.
+ERROR_BOUNDS = {"bf16": 3e-2, "fp16": 1e-2, "fp32": 1e-3}
+
+
+class Missing(Exception):
+    """This peer is not here, and why."""
+
+
+class Unable(Exception):
+    """This peer cannot do this shape, and why."""
+
+
+class Shape:
+    """A row of attend_benchmark's report, as far as it says what to do."""
+
+    def __init__(self, row):
+        self.lengths = [tokens for count, tokens in row["sequences"] for _ in range(count)]
+        self.batch = len(self.lengths)
+        self.longest = max(self.lengths)
+        self.even = min(self.lengths) == self.longest
+        self.query_heads = row["query_heads"]
+        self.kv_heads = row["kv_heads"]
+        self.group = self.query_heads // self.kv_heads
+        self.head_dim = row["head_dim"]
+        self.format = row["format"]
+        self.layers = row["layers"]
+        self.launches = row["launches"]
+        if row["rows"] != 1:
+            raise Unable("several new tokens a sequence are not compared")
+
+
+# A way to ask for the attention of a shape. launch(layer) returns the output, heads(output) makes
+# it [batch, query heads, head dim].
+Form = collections.namedtuple("Form", "name launch heads")
+# What is resident for a shape: q is [batch, query heads, head dim], kv(layer, sequence) the K and
+# the V of one sequence, each [KV heads, tokens, head dim].
+Inputs = collections.namedtuple("Inputs", "layers q kv forms")
+
+
+def first_line(error):
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:200]
+
+
+class Peer:
+    """Measures the fastest of the forms that prepare() makes of a shape. torch keeps the numbers,
+    and is the clock on CUDA."""
+
+    format = None  # of K and V, where it is not the shape's
+
+    def __init__(self, request):
+        self.torch = self.load("torch")
+        self.device = request["device"]
+        self.repetitions = request["repetitions"]
+        self.version = f"torch {self.torch.__version__}"
+        if self.device == "cuda" and not self.torch.cuda.is_available():
+            raise Missing(f"{self.version} sees no GPU")
+        if self.device == "cpu":
+            self.torch.set_num_threads(request["threads"])
+        self.torch.manual_seed(0)
+        self.torch.set_grad_enabled(False)
+
+    @staticmethod
+    def load(name):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name == name:
+                raise Missing("not installed") from None
+            raise Missing(first_line(error)) from error
+        except (ImportError, OSError) as error:
+            raise Missing(first_line(error)) from error
+
+    def prepare(self, shape):
+        """Inputs of a shape; Unable where there is no form for it."""
+        raise NotImplementedError
+
+    def format_of(self, shape):
+        return self.format or shape.format
+
+    def dtype(self, shape):
+        names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+        if self.format_of(shape) not in names:
+            raise Unable(f"no {self.format_of(shape)} K and V")
+        return getattr(self.torch, names[self.format_of(shape)])
+
+    def random(self, dtype, *size):
+        """Numbers in [-1, 1), as kvgrid's, that repeat with a period that is prime."""
+        made = self.torch.empty(size, dtype=dtype, device=self.device)
+        flat = made.view(-1)
+        period = min(flat.numel(), 33_554_393)
+        some = (self.torch.rand(period, device=self.device) * 2 - 1).to(dtype)
+        for begin in range(0, flat.numel(), period):
+            part = flat[begin:begin + period]
+            part.copy_(some[:part.numel()])
+        return made
+
+    def layers(self, shape, tokens):
+        """How many layers of so many tokens take turns: kvgrid's, as far as memory allows."""
+        if self.device == "cuda":
+            free = self.torch.cuda.mem_get_info()[0]
+        else:
+            with open("/proc/meminfo", encoding="ascii") as lines:
+                free = next(1024 * int(line.split()[1]) for line in lines
+                            if line.startswith("MemAvailable:"))
+        size = 2 * tokens * shape.kv_heads * shape.head_dim * self.dtype(shape).itemsize
+        if size > KV_SHARE * free:
+            raise Unable(f"K and V of {size / 1e9:.1f} GB a layer do not fit")
+        return min(shape.layers, int(KV_SHARE * free / size))
+
+    def measure(self, shape):
+        """The answer for a shape, of its fastest form."""
+        inputs = self.prepare(shape)
+        clock = CudaClock if self.device == "cuda" else CpuClock
+        best, reasons = None, []
+        for form in inputs.forms:
+            timer = None  # a graph holds memory
+            try:
+                timer = clock(self.torch, form, inputs.layers, shape.launches)
+                pilot = statistics.median(timer.sample() for _ in range(PILOT))
+                if best is None or pilot < best[0]:
+                    best = pilot, form, timer
+            except Exception as error:  # whatever it is, it is the answer
+                reasons.append(f"{form.name}: {first_line(error)}")
+        if best is None:
+            raise Unable("; ".join(reasons))
+        _, form, timer = best
+        answer = timer.times(self.repetitions)
+        self.check(shape, inputs, form)
+        return {"form": form.name, **answer}
+
+    def check(self, shape, inputs, form):
+        """Compares the outputs of the first and the last sequence with fp64."""
+        layer = inputs.layers - 1
+        out = form.heads(form.launch(layer))
+        for sequence in {0, shape.batch - 1}:
+            for kv_head in {0, shape.kv_heads - 1}:
+                k, v = (x[kv_head].double() for x in inputs.kv(layer, sequence))
+                heads = slice(kv_head * shape.group, (kv_head + 1) * shape.group)
+                q = inputs.q[sequence, heads].double()
+                weights = self.torch.softmax(q @ k.T / math.sqrt(shape.head_dim), dim=-1)
+                expected = weights @ v
+                error = ((out[sequence, heads].double() - expected).norm() / expected.norm()).item()
+                if not error <= ERROR_BOUNDS[self.format_of(shape)]:
+                    raise Unable(f"wrong output, {form.name}: error {error:.1e}")
+
+    def release(self):
+        """Frees what a shape held. Throws when the device is lost."""
+        gc.collect()
+        if self.device == "cuda":
+            self.torch.cuda.synchronize()
+            self.torch.cuda.empty_cache()
+
+
+class CpuClock:
+    """Launches, one by one."""
+
+    def __init__(self, torch, form, layers, _):
+        self.torch, self.form, self.layers = torch, form, layers
+        self.next = 0
+        self.sample()
+
+    def sample(self):
+        begin = time.perf_counter()
+        self.form.launch(self.next % self.layers)
+        self.next += 1
+        return 1e6 * (time.perf_counter() - begin)
+
+    def times(self, repetitions):
+        times = [self.sample() for _ in range(WARM_UP + repetitions)][WARM_UP:]
+        return {"plain_us": statistics.median(times), "graph_us": None}
+
+
+class CudaClock:
+    """Launches one by one, and many in a graph."""
+
+    def __init__(self, torch, form, layers, launches):
+        self.torch, self.form, self.layers = torch, form, layers
+        for layer in range(2):
+            form.launch(layer % layers)
+        torch.cuda.synchronize()
+        one = self.between(lambda: form.launch(0))
+        self.launches = max(2, min(launches, int(GRAPH_US / one) + 1))
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            for launch in range(self.launches):
+                form.launch(launch % layers)
+        self.sample()
+
+    def between(self, work):
+        begin, end = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        return 1e3 * begin.elapsed_time(end)
+
+    def sample(self):
+        return self.between(self.graph.replay) / self.launches
+
+    def times(self, repetitions):
+        plain = [self.between(lambda launch=launch: self.form.launch(launch % self.layers))
+                 for launch in range(WARM_UP + repetitions)][WARM_UP:]
+        graph = [self.sample() for _ in range(WARM_UP + repetitions)][WARM_UP:]
+        return {"plain_us": statistics.median(plain), "graph_us": statistics.median(graph)}
+
+
+class Sdpa(Peer):
+    """PyTorch's scaled_dot_product_attention by one of its backends, or by whichever it takes.
+    K and V are contiguous: [batch, KV heads, tokens, head dim], or for ragged batches
+    [tokens, KV heads, head dim]."""
+
+    backend = None  # of torch.nn.attention.SDPBackend
+
+    def __init__(self, request):
+        super().__init__(request)
+        self.attention = self.load("torch.nn.attention")
+
+    def prepare(self, shape):
+        return self.prepare_even(shape) if shape.even else self.prepare_ragged(shape)
+
+    def attend(self, q, k, v):
+        functional = self.torch.nn.functional
+        grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+        if self.backend is None:
+            return functional.scaled_dot_product_attention(q, k, v, **grouped)
+        with self.attention.sdpa_kernel(getattr(self.attention.SDPBackend, self.backend)):
+            return functional.scaled_dot_product_attention(q, k, v, **grouped)
+
+    def prepare_even(self, shape):
+        batch, heads, kv_heads, dim = (shape.batch, shape.query_heads, shape.kv_heads,
+                                       shape.head_dim)
+        layers = self.layers(shape, batch * shape.longest)
+        kv = [self.random(self.dtype(shape), 2, batch, kv_heads, shape.longest, dim)
+              for _ in range(layers)]
+        q = self.random(self.dtype(shape), batch, heads, dim)
+        forms = [self.even_form("query heads", q.view(batch, heads, 1, dim), kv)]
+        if shape.group > 1:
+            forms.append(self.even_form("query heads as rows",
+                                        q.view(batch, kv_heads, shape.group, dim), kv))
+        return Inputs(layers, q, lambda layer, sequence: kv[layer][:, sequence], forms)
+
+    def even_form(self, name, q, kv):
+        batch, _, _, dim = q.shape
+        return Form(name, lambda layer: self.attend(q, kv[layer][0], kv[layer][1]),
+                    lambda out: out.reshape(batch, -1, dim))
+
+    def prepare_ragged(self, shape):
+        attend = self.ragged_operator()
+        torch, batch, group, dim = self.torch, shape.batch, shape.group, shape.head_dim
+        total = sum(shape.lengths)
+        layers = self.layers(shape, total)
+        kv = [self.random(self.dtype(shape), 2, total, shape.kv_heads, dim) for _ in range(layers)]
+        q = self.random(self.dtype(shape), batch, shape.query_heads, dim)
+        starts = [0]
+        for length in shape.lengths:
+            starts.append(starts[-1] + length)
+        key_starts = torch.tensor(starts, dtype=torch.int32, device=self.device)
+        row_starts = torch.arange(batch + 1, dtype=torch.int32, device=self.device)
+
+        def form(name, rows, rows_a_sequence, heads):
+            begins = row_starts * rows_a_sequence
+            return Form(name, lambda layer: attend(rows, kv[layer][0], kv[layer][1], begins,
+                                                   key_starts, rows_a_sequence, shape.longest),
+                        heads)
+
+        forms = [form("packed, query heads", q, 1, lambda out: out)]
+        if group > 1:
+            grouped = q.view(batch, -1, group, dim).transpose(1, 2)
+            forms.append(form("packed, query heads as rows",
+                              grouped.reshape(batch * group, -1, dim), group,
+                              lambda out: out.view(batch, group, -1, dim).transpose(1, 2)
+                              .reshape(batch, -1, dim)))
+
+        def kv_of(layer, sequence):
+            tokens = slice(starts[sequence], starts[sequence + 1])
+            return kv[layer][:, tokens].transpose(1, 2)
+
+        return Inputs(layers, q, kv_of, forms)
+
+    def ragged_operator(self):
+        """(q, k, v, starts of rows, starts of keys, most rows, most keys) -> out."""
+        raise Unable("no ragged batches")
+
+
+class SdpaMath(Sdpa):
+    backend = "MATH"
+
+
+class SdpaFlash(Sdpa):
+    backend = "FLASH_ATTENTION"
+
+    def ragged_operator(self):
+        # What torch.nn.attention.varlen calls.
+        operator = self.torch.ops.aten._flash_attention_forward
+        return lambda q, k, v, row_starts, key_starts, most_rows, most_keys: operator(
+            q, k, v, row_starts, key_starts, most_rows, most_keys, 0.0, False, False)[0]
+
+
+class SdpaCudnn(Sdpa):
+    backend = "CUDNN_ATTENTION"
+
+    def ragged_operator(self):
+        operator = self.torch.ops.aten._cudnn_attention_forward
+        return lambda q, k, v, row_starts, key_starts, most_rows, most_keys: operator(
+            q, k, v, None, row_starts, key_starts, most_rows, most_keys, True, 0.0, False, False)[0]
+
+
+class SdpaFp32(Sdpa):
+    """The numbers of the shape in fp32: twice the bytes, no conversion."""
+
+    format = "fp32"
+
+
+class Flex(Peer):
+    """PyTorch's FlexAttention, compiled. Ragged batches are padded to the longest sequence, and a
+    block mask leaves out what is behind each."""
+
+    def __init__(self, request):
+        super().__init__(request)
+        self.flex = self.load("torch.nn.attention.flex_attention")
+        self.attend = self.torch.compile(self.flex.flex_attention, dynamic=False)
+        some = self.random(self.torch.bfloat16, 1, 1, 256, 64)
+        try:
+            self.attend(some[:, :, :1], some, some)
+        except Exception as error:  # no compiler, no Triton: the same for every shape
+            raise Missing(f"cannot compile: {first_line(error)}") from error
+
+    def prepare(self, shape):
+        self.torch.compiler.reset()  # recompiled too often, it would run without being compiled
+        torch, batch, dim = self.torch, shape.batch, shape.head_dim
+        layers = self.layers(shape, batch * shape.longest)
+        kv = [self.random(self.dtype(shape), 2, batch, shape.kv_heads, shape.longest, dim)
+              for _ in range(layers)]
+        q = self.random(self.dtype(shape), batch, shape.query_heads, dim)
+        mask = None
+        if not shape.even:
+            lengths = torch.tensor(shape.lengths, device=self.device)
+            mask = self.flex.create_block_mask(
+                lambda sequence, head, row, key: key < lengths[sequence], batch, None, 1,
+                shape.longest, device=self.device)
+        rows = q.view(batch, shape.query_heads, 1, dim)
+        form = Form("query heads" if shape.even else "padded, block mask",
+                    lambda layer: self.attend(rows, kv[layer][0], kv[layer][1], block_mask=mask,
+                                              enable_gqa=shape.group > 1),
+                    lambda out: out.reshape(batch, -1, dim))
+        return Inputs(layers, q, lambda layer, sequence:
+                      kv[layer][:, sequence, :, :shape.lengths[sequence]], [form])
+
+
+class Paged(Peer):
+    """Peers that read K and V through a block table, blocks of 64 tokens in permuted order."""
+
+    blocks_have_heads_first = False  # [block, KV head, token, dim], or [block, token, KV head, dim]
+
+    def prepare(self, shape):
+        torch = self.torch
+        counts = [-(-length // PAGE) for length in shape.lengths]
+        total = sum(counts)
+        layers = self.layers(shape, total * PAGE)
+        inner = (shape.kv_heads, PAGE) if self.blocks_have_heads_first else (PAGE, shape.kv_heads)
+        kv = [self.random(self.dtype(shape), 2, total, *inner, shape.head_dim)
+              for _ in range(layers)]
+        q = self.random(self.dtype(shape), shape.batch, shape.query_heads, shape.head_dim)
+        blocks = torch.randperm(total, device=self.device).to(torch.int32)
+        tables = torch.split(blocks, counts)
+
+        def kv_of(layer, sequence):
+            tokens = kv[layer][:, tables[sequence].long()]
+            if self.blocks_have_heads_first:
+                tokens = tokens.transpose(2, 3)
+            return tokens.flatten(1, 2)[:, :shape.lengths[sequence]].transpose(1, 2)
+
+        return Inputs(layers, q, kv_of, self.forms(shape, q, kv, tables))
+
+    def forms(self, shape, q, kv, tables):
+        raise NotImplementedError
+
+
+class FlashInfer(Paged):
+    blocks_have_heads_first = True
+
+    def __init__(self, request):
+        self.flashinfer = self.load("flashinfer")
+        super().__init__(request)
+        self.version = f"flashinfer {self.flashinfer.__version__}, {self.version}"
+        self.workspace = self.torch.zeros(512 << 20, dtype=self.torch.uint8, device=self.device)
+
+    def forms(self, shape, q, kv, tables):
+        return [self.form(name, tensor_cores, shape, q, kv, tables)
+                for name, tensor_cores in (("paged, tensor cores", True), ("paged", False))]
+
+    def form(self, name, tensor_cores, shape, q, kv, tables):
+        torch = self.torch
+        planned = []
+
+        def launch(layer):
+            if not planned:  # once for all layers, as kvgrid's plan
+                starts = [0]
+                for table in tables:
+                    starts.append(starts[-1] + len(table))
+                last = [(length - 1) % PAGE + 1 for length in shape.lengths]
+                wrapper = self.flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                    self.workspace, "HND", use_tensor_cores=tensor_cores)
+                wrapper.plan(torch.tensor(starts, dtype=torch.int32, device=self.device),
+                             torch.cat(tables),
+                             torch.tensor(last, dtype=torch.int32, device=self.device),
+                             shape.query_heads, shape.kv_heads, shape.head_dim, PAGE,
+                             q_data_type=q.dtype, kv_data_type=q.dtype)
+                planned.append(wrapper)
+            return planned[0].run(q, (kv[layer][0], kv[layer][1]))
+
+        return Form(name, launch, lambda out: out)
+
+
+class FlashAttention3(Paged):
+    def __init__(self, request):
+        self.interface = self.load("flash_attn_interface")
+        super().__init__(request)
+        self.version = f"FlashAttention-3, {self.version}"
+
+    def forms(self, shape, q, kv, tables):
+        torch = self.torch
+        lengths = torch.tensor(shape.lengths, dtype=torch.int32, device=self.device)
+        table = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
+        rows = q.unsqueeze(1)
+
+        def attend(k, v, **more):
+            out = self.interface.flash_attn_with_kvcache(rows, k, v, cache_seqlens=lengths, **more)
+            return out[0] if isinstance(out, tuple) else out
+
+        def whole(x):  # the same memory, read as one sequence behind the other
+            return x.view(shape.batch, -1, shape.kv_heads, shape.head_dim)
+
+        forms = [Form("paged", lambda layer: attend(kv[layer][0], kv[layer][1], page_table=table),
+                      lambda out: out.squeeze(1))]
+        if shape.even and shape.longest % PAGE == 0:
+            forms.append(Form("contiguous",
+                              lambda layer: attend(whole(kv[layer][0]), whole(kv[layer][1])),
+                              lambda out: out.squeeze(1)))
+        return forms
+
+
+# By device, in the order in which they are asked.
+PEERS = {
+    "cuda": {
+        "torch-flash": SdpaFlash,
+        "torch-cudnn": SdpaCudnn,
+        "torch-math": SdpaMath,
+        "torch-flex": Flex,
+        "flashinfer": FlashInfer,
+        "flash-attention-3": FlashAttention3,
+    },
+    "cpu": {
+        "torch": Sdpa,
+        "torch-fp32": SdpaFp32,
+    },
+}
+
+
+def main(name):
+    # Libraries print: their stdout is not ours.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def answer(**fields):
+        print(json.dumps(fields), file=answers, flush=True)
+
+    request = json.load(sys.stdin)
+    try:
+        peer = PEERS[request["device"]][name](request)
+    except Missing as missing:
+        answer(missing=str(missing))
+        return
+    answer(version=peer.version)
+    for row in request["shapes"]:
+        try:
+            answer(**peer.measure(Shape(row)))
+        except Unable as unable:
+            answer(failed=str(unable))
+        except Exception as error:  # whatever it is, it is the answer
+            answer(failed=first_line(error))
+        peer.release()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
