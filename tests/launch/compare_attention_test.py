@@ -53,7 +53,7 @@ INTERPRETER = """
         print(json.dumps(fields), flush=True)
     def ran(shape, factor):
         graph_us = factor * shape["graph_us"] if request["device"] == "cuda" else None
-        say(form="rows", plain_us=3 * shape["plain_us"], graph_us=graph_us)
+        say(form="rows", max_rel_error=1e-3, plain_us=3 * shape["plain_us"], graph_us=graph_us)
     if peer == "torch-flex":
         say(missing="cannot compile: no compiler")
         sys.exit(0)
@@ -137,7 +137,8 @@ class WithFakes(unittest.TestCase):
             self.assertAlmostEqual(row["ratio"], 2.0)
             self.assertAlmostEqual(row["gb_per_s"], ours["kv_bytes"] / row["us"] / 1e3)
             self.assertIsNone(row["failed"])
-        self.assertRegex(output, r"torch-flash +1x1Kx8/2x64 +bf16 +20\.0 +\d+ +10\.0 +2\.00x  rows")
+        self.assertRegex(output, r"torch-flash +1x1Kx8/2x64 +bf16 +20\.0 +\d+ +10\.0 +2\.00x "
+                                 r"+1\.0e-03  rows")
         self.assertIn("kvgrid is ahead in 3 of 3 comparisons\nOK\n", output)
 
     def test_on_the_cpu_it_is_of_single_launches(self):
@@ -161,7 +162,7 @@ class WithFakes(unittest.TestCase):
 
     def test_past_the_limit_what_was_answered_counts(self):
         rows, output = self.rows("torch-math", "--limit", "3")
-        late = "not over after 3.0 s"
+        late = "not over after 3 s"
         self.assertEqual([row["failed"] for row in rows], [None, late, late])
         self.assertIn("behind torch-math at 1x1Kx8/2x64 bf16 (0.50x)", output)
 
@@ -247,7 +248,8 @@ class WithTheRealBenchmark(unittest.TestCase):
             self.assertIsNone(row["graph_us"])
         peers = found["peers"]
         self.assertEqual({row["peer"] for row in peers}, set(attention_peers.PEERS["cpu"]))
-        self.assertEqual({row["failed"] for row in peers}, {"not installed"})
+        self.assertEqual({row["failed"] for row in peers},
+                         {"torch is not installed", "llama_cpp is not installed"})
         self.assertEqual(len(peers), len(ours) * len(attention_peers.PEERS["cpu"]))
 
 
