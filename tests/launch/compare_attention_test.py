@@ -45,7 +45,7 @@ BENCHMARK = """
 
 # An interpreter that answers for the peers instead of running them.
 INTERPRETER = """
-    import json, os, signal, sys, time
+    import json, os, signal, subprocess, sys
     assert sys.argv[1] == "-u" and os.path.exists(sys.argv[2])
     peer, request = sys.argv[3], json.load(sys.stdin)
     assert request["repetitions"] >= 20
@@ -72,7 +72,10 @@ INTERPRETER = """
             ran(shape, 1.25)
         elif peer == "torch-math":
             if second:
-                os.system("sleep 60")
+                child = subprocess.Popen(["sleep", "60"])
+                with open(os.path.join(os.path.dirname(sys.argv[0]), "child"), "w") as file:
+                    file.write(str(child.pid))
+                child.wait()
             say(failed="no ragged batches") if "+" in shape["shape"] else ran(shape, 0.5)
         elif peer == "flash-attention-3":
             if second:
@@ -160,11 +163,16 @@ class WithFakes(unittest.TestCase):
         rows, _ = self.rows("flash-attention-3")
         self.assertEqual([row["failed"] for row in rows], [None, "ended with exit code 9", None])
 
-    def test_past_the_limit_what_was_answered_counts(self):
+    def test_past_the_limit_what_was_answered_counts_and_no_process_is_left(self):
         rows, output = self.rows("torch-math", "--limit", "3")
         late = "not over after 3 s"
         self.assertEqual([row["failed"] for row in rows], [None, late, late])
         self.assertIn("behind torch-math at 1x1Kx8/2x64 bf16 (0.50x)", output)
+        with open(os.path.join(self.folder.name, "child"), encoding="utf-8") as file:
+            child = f"/proc/{file.read()}/cmdline"
+        if os.path.exists(child):  # killed, and not waited for by anyone yet
+            with open(child, encoding="utf-8") as file:
+                self.assertEqual(file.read(), "")
 
     def test_a_missing_peer_is_a_failed_row(self):
         rows, output = self.rows("torch-flex,flashinfer")
