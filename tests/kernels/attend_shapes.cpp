@@ -7,7 +7,8 @@
 namespace kvgrid {
 namespace {
 
-constexpr std::int64_t most_tokens = std::int64_t{1} << 40;
+// Of a shape, so that its bytes are a 64-bit number.
+constexpr std::int64_t most_tokens = std::int64_t{1} << 36;
 
 // Digits with K or M behind them; 0 where that is beyond most_tokens.
 std::int64_t size(const std::string& text) {
@@ -78,12 +79,14 @@ Result<AttendShape> parseAttendShape(std::string_view text) {
     if (!std::regex_match(shape.name, match, whole))
         return invalid(text, "is no BATCHxCONTEXT[+BATCHxCONTEXT...]xQUERY/KV[xDIM][qROWS]");
     const std::string terms = match[1];
+    std::int64_t total = 0;
     for (std::sregex_iterator i(terms.begin(), terms.end(), term); i != std::sregex_iterator();
          ++i) {
         const std::int64_t batch = size((*i)[1]);
         const std::int64_t tokens = size((*i)[2]);
-        if (batch < 1 || batch > 1 << 20 || tokens < 1)
+        if (batch < 1 || batch > 1 << 20 || tokens < 1 || batch > (most_tokens - total) / tokens)
             return invalid(text, "has sequences that are none, or too many");
+        total += batch * tokens;
         shape.lengths.insert(shape.lengths.end(), static_cast<std::size_t>(batch), tokens);
     }
     shape.query_heads = static_cast<int>(size(match[2]));

@@ -50,6 +50,8 @@ TEST(AttendShapes, WhatIsNoShapeIsRefusedByName) {
                                        {"9999999x1Kx8/1", "sequences that are none, or too many"},
                                        {"1x0x8/1", "sequences that are none"},
                                        {"1x999999999Mx8/1", "sequences that are none, or too"},
+                                       {"1025x64Mx8/1", "sequences that are none, or too"},
+                                       {"1x65535M+2x1Mx8/1", "sequences that are none, or too"},
                                        {"1x1Kx8/3", "no multiple of its KV heads"},
                                        {"1x1Kx0/1", "no multiple of its KV heads"},
                                        {"1x1Kx8/0", "no multiple of its KV heads"},

@@ -89,8 +89,8 @@ private:
 };
 
 struct Checked {
-    std::int64_t vectors = 0;
-    std::int64_t wrong = 0;
+    std::int64_t vectors = 0;  // compared with the oracle
+    std::int64_t wrong = 0;    // of them, and numbers that are none
     double max_rel_error = 0;
 };
 
@@ -188,8 +188,8 @@ public:
         return out;
     }
 
-    // Compares vectors (row, query head) of the last launch with the oracle: as many as its share
-    // of tokens allows, spread by chance.
+    // Compares vectors (row, query head) of the last launch with the oracle: as many as
+    // checked_tokens allows, spread by chance. All others must be numbers at least.
     [[nodiscard]] Checked check(const std::vector<float>& out, double bound) const {
         std::set<std::int64_t> vectors{0, rows_ * shape_->query_heads - 1};
         std::mt19937 random(5);
@@ -209,6 +209,8 @@ public:
                                 errors[at] = error(out, chosen[at]);
                             });
         Checked checked{.vectors = static_cast<std::int64_t>(chosen.size())};
+        checked.wrong = std::count_if(out.begin(), out.end(),
+                                      [](float number) { return !std::isfinite(number); });
         for (const double error : errors) {
             checked.max_rel_error = std::max(checked.max_rel_error, error);
             if (!(error <= bound)) ++checked.wrong;
