@@ -39,6 +39,7 @@ class Leaf {
     static constexpr int token_steps = Shape::tile_tokens / 16;
     static constexpr int chunk_pairs = Shape::row_chunks / 2;
     static constexpr bool has_odd_chunk = Shape::row_chunks % 2 != 0;
+    static constexpr bool has_offset = Numbers::offset != 0.0F;
     static constexpr float log2_e = 1.44269504F;
     static constexpr float ln_2 = 0.693147181F;
 
@@ -78,6 +79,7 @@ public:
             if (Shape::splits_queries && writes_rests)
                 rests_[i * warp_size + lane] = make_uint2(rest[0], rest[1]);
         }
+        if constexpr (has_offset) sumQueries();
     }
 
     __device__ void clear() {
@@ -179,6 +181,7 @@ public:
             const float divisor =
                 Shape::has_scales ? weight_[e] * Numbers::weight_scale : rounded_weight_[e];
             normaliser_[e] = empty ? 0.0F : __fdiv_rn(1.0F, divisor);
+            if constexpr (has_offset) rounded_weight_[e] *= Numbers::offset;
             if (lane < 4) lse[row] = empty ? empty_lse : top_[e] * ln_2 + logf(weight_[e]);
         }
     }
@@ -195,7 +198,8 @@ public:
                 for (int half = 0; half < 2; ++half)
                     if (first + i < Shape::steps)
                         to[16 * i + Numbers::outputOf(lane / 4, half)] =
-                            sums_[first + i][2 * half + e] * normaliser_[e];
+                            withoutOffset(sums_[first + i][2 * half + e], rounded_weight_[e]) *
+                            normaliser_[e];
         }
     }
 
@@ -205,6 +209,30 @@ private:
     static __device__ __forceinline__ std::uint32_t storedAt(int row, int chunk) {
         return static_cast<std::uint32_t>(
             (row * Shape::row_chunks + storedChunk(row, chunk, Shape::row_chunks)) * 16);
+    }
+
+    // A sum of products, of which this is the offset's share.
+    static __device__ __forceinline__ float withoutOffset(float sum, float share) {
+        return has_offset ? sum - share : sum;
+    }
+
+    // The sum of a row's rounded queries lies with four threads, for the thread that has its
+    // scores.
+    __device__ void sumQueries() {
+        const int lane = static_cast<int>(threadIdx.x) % warp_size;
+        float sum = 0.0F;
+#pragma unroll
+        for (int i = 0; i < Shape::steps; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float2 pair = Product::unpack(queries_[i][half]);
+                sum += pair.x + pair.y;
+            }
+        sum += __shfl_xor_sync(all_lanes, sum, 1);
+        sum += __shfl_xor_sync(all_lanes, sum, 2);
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+            query_share_[e] = Numbers::offset * __shfl_sync(all_lanes, sum, (lane % 4 * 2 + e) * 4);
     }
 
     // With few tokens two sums a score, so that products wait less for each other.
@@ -278,8 +306,10 @@ private:
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const float scale = scaleOfToken(tile, 16 * t + 8 * half + lane / 4, false);
-                scores[t][2 * half] *= scale;
-                scores[t][2 * half + 1] *= scale;
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+                    scores[t][2 * half + e] =
+                        withoutOffset(scores[t][2 * half + e], query_share_[e]) * scale;
             }
     }
 
@@ -350,7 +380,7 @@ private:
                     weight_[e] += weights[e];
                 }
                 const std::uint32_t pair = Product::pack(weights[0] * factor, weights[1] * factor);
-                if constexpr (!Shape::has_scales) {
+                if constexpr (!Shape::has_scales || has_offset) {
                     const float2 rounded = Product::unpack(pair);
                     rounded_weight_[0] += rounded.x;
                     rounded_weight_[1] += rounded.y;
@@ -367,6 +397,7 @@ private:
     float weight_[2];          // this thread's share of the sum of weights
     float rounded_weight_[2];  // the same of what the products see, times weight_scale
     float normaliser_[2];      // of the sums
+    float query_share_[2];     // of the offset in scores, before their scale
 };
 
 // One row's part of a state that a thread folds: 16 threads a row, element 16 i + lane of 16 each.

@@ -18,6 +18,7 @@ struct Operand {
     static constexpr bool is_narrow = false;
     using Product = Products<format>;
     static constexpr float weight_scale = Product::weight_scale;
+    static constexpr float offset = 0.0F;
 
     // The element of a step's 16 that a thread (c of four) has as its pair `half`.
     static __device__ __forceinline__ int elementOf(int c, int half) { return 2 * c + 8 * half; }
@@ -25,12 +26,14 @@ struct Operand {
     static __device__ __forceinline__ int outputOf(int row, int half) { return row + 8 * half; }
 };
 
-// Two stored one-byte numbers, and two more, as pairs of fp16.
+// Two stored one-byte numbers, and two more, as pairs of fp16, each plus the offset.
 template <NumberFormat format>
 struct Widened;
 
 template <>
 struct Widened<NumberFormat::fp8_e4m3> {
+    static constexpr float offset = 0.0F;
+
     // Bytes 0 and 1, then 2 and 3.
     static __device__ __forceinline__ void inOrder(std::uint32_t bytes, std::uint32_t& low,
                                                    std::uint32_t& high) {
@@ -46,6 +49,8 @@ struct Widened<NumberFormat::fp8_e4m3> {
 
 template <>
 struct Widened<NumberFormat::int8> {
+    static constexpr float offset = 1024.0F + 128.0F;
+
     static __device__ __forceinline__ void inOrder(std::uint32_t bytes, std::uint32_t& low,
                                                    std::uint32_t& high) {
         widen<0x4140, 0x4342>(bytes, low, high);
@@ -62,16 +67,8 @@ private:
                                                  std::uint32_t& second) {
         constexpr std::uint32_t exponents = 0x64646464U;
         bytes ^= 0x80808080U;
-        first = withoutOffset(__byte_perm(bytes, exponents, first_bytes));
-        second = withoutOffset(__byte_perm(bytes, exponents, second_bytes));
-    }
-    static __device__ __forceinline__ std::uint32_t withoutOffset(std::uint32_t pair) {
-        const __half2_raw raw{static_cast<unsigned short>(pair & 0xFFFFU),
-                              static_cast<unsigned short>(pair >> 16)};
-        const __half2 difference = __hsub2(__half2(raw), __float2half2_rn(1152.0F));
-        std::uint32_t bits;
-        __builtin_memcpy(&bits, &difference, sizeof(bits));
-        return bits;
+        first = __byte_perm(bytes, exponents, first_bytes);
+        second = __byte_perm(bytes, exponents, second_bytes);
     }
 };
 
@@ -82,6 +79,8 @@ struct NarrowOperand {
     // Weights are multiplied with the scale of V, which is 516 at most for numbers of fp16: these
     // must not overflow.
     static constexpr float weight_scale = 64.0F;
+    // What operands have too much: taken out of the products' sums.
+    static constexpr float offset = Widened<format>::offset;
 
     static __device__ __forceinline__ int elementOf(int c, int half) { return 4 * c + 2 * half; }
     static __device__ __forceinline__ int outputOf(int row, int half) { return 2 * row + half; }

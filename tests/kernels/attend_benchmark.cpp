@@ -44,7 +44,7 @@ constexpr const char* usage = R"( [--shape SHAPE]... [--only TEXT] [--formats LI
   --shape    BATCHxCONTEXT[+BATCHxCONTEXT...]xQUERY/KV[xDIM][qROWS]: sequences, heads, head dim (128)
              and new tokens of each (1); again for another shape. Otherwise a list of its own
   --only     of the list, the shapes that have TEXT in their name
-  --formats  of K and V, with commas: bf16, fp16 (bf16)
+  --formats  of K and V, with commas: bf16, fp16, fp8, int8 (bf16)
   --json     the report, in a new file
   --gib      the pool, in GiB: all launches together read from it (CUDA 24, CPU 2)
   --threads  of the CPU device (all that this process may use)
@@ -257,8 +257,12 @@ std::vector<NumberFormat> parseFormats(const std::string& text) {
             formats.push_back(NumberFormat::bf16);
         else if (word == "fp16")
             formats.push_back(NumberFormat::fp16);
+        else if (word == "fp8")
+            formats.push_back(NumberFormat::fp8_e4m3);
+        else if (word == "int8")
+            formats.push_back(NumberFormat::int8);
         else
-            refuse("--formats: '" + word + "' is none of bf16, fp16");
+            refuse("--formats: '" + word + "' is none of bf16, fp16, fp8, int8");
     }
     return formats;
 }

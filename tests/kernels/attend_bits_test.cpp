@@ -20,7 +20,7 @@ const Runs two_runs{{.slot = 0, .rows = 1, .first_row = 0, .first_position = 133
                     {.slot = 1, .rows = 30, .first_row = 1, .first_position = 500}};
 
 TYPED_TEST(AttendBitsTest, BlockSizesLayoutsAndTables) {
-    for (const NumberFormat format : attendedFormats(*this->device_)) {
+    for (const NumberFormat format : kv_formats) {
         Model model = this->model_;
         model.format = format;
         const auto attended = [&](const Placement& placement) {
@@ -44,7 +44,7 @@ TYPED_TEST(AttendBitsTest, BlockSizesLayoutsAndTables) {
 }
 
 TYPED_TEST(AttendBitsTest, Threads) {
-    for (const NumberFormat format : attendedFormats(*this->device_))
+    for (const NumberFormat format : kv_formats)
         for (const int head_dim : {64, 80, 128}) {
             const Model model{
                 .format = format, .query_heads = 4, .kv_heads = 2, .head_dim = head_dim};
@@ -102,7 +102,7 @@ TYPED_TEST(AttendBitsTest, MoreThreadsThanTheWorkspaceHasParts) {
 // A row's bits do not depend on the rows beside it: one call with many tokens equals one call a
 // token.
 TYPED_TEST(AttendBitsTest, SeveralTokensEqualOneByOne) {
-    for (const NumberFormat format : attendedFormats(*this->device_))
+    for (const NumberFormat format : kv_formats)
         for (const int group : {1, 2, 3, 4, 5, 9, 71}) {
             const Model model{
                 .format = format, .query_heads = group, .kv_heads = 1, .head_dim = 64};
@@ -143,7 +143,7 @@ TYPED_TEST(AttendBitsTest, HeadsAreIndependent) {
 // The same tokens absent, in blocks of different sizes.
 TYPED_TEST(AttendBitsTest, AbsentTokens) {
     const Runs runs{{.slot = 0, .rows = 20, .first_row = 0, .first_position = 600}};
-    for (const NumberFormat format : attendedFormats(*this->device_)) {
+    for (const NumberFormat format : kv_formats) {
         Model model = this->model_;
         model.format = format;
         const States coarse =

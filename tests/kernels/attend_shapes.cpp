@@ -27,10 +27,10 @@ tl::unexpected<Failure> invalid(std::string_view text, const std::string& reason
     return failure(ErrorCode::invalid_argument, "'" + std::string(text) + "' " + reason);
 }
 
-// Of one token's K or V of one KV head.
+// Of one token's K or V of one KV head, its scale included.
 std::int64_t rowBytes(int head_dim, NumberFormat format) {
-    return static_cast<std::int64_t>(static_cast<std::size_t>(head_dim) * bytesPerElement(format) +
-                                     scaleBytes(format));
+    return static_cast<std::int64_t>(static_cast<std::size_t>(head_dim) * bytesPerElement(format)) +
+           (hasScales(format) ? 2 : 0);
 }
 
 // The lengths that drawLengths (launch/trace.h) draws from the conversation trace of
@@ -58,7 +58,10 @@ std::int64_t AttendShape::bytes(NumberFormat format) const {
 }
 
 std::int64_t AttendShape::blockBytes(std::int64_t block_size, NumberFormat format) const {
-    return blocks(block_size) * block_size * kv_heads * 2 * rowBytes(head_dim, format);
+    const std::int64_t tokens = blocks(block_size) * block_size;
+    return kv_heads * 2 *
+           (tokens * head_dim * static_cast<std::int64_t>(bytesPerElement(format)) +
+            blocks(block_size) * scaleBytes(format, block_size));
 }
 
 std::vector<std::pair<std::int64_t, std::int64_t>> AttendShape::sequences() const {

@@ -30,7 +30,7 @@ protected:
 TYPED_TEST_SUITE(AttendTest, Devices, DeviceNames);
 
 TYPED_TEST(AttendTest, HeadDimsAndFormats) {
-    for (const NumberFormat format : attendedFormats(*this->device_))
+    for (const NumberFormat format : kv_formats)
         for (const int head_dim : {64, 80, 96, 128, 256})
             this->checkDecode(
                 {.format = format, .query_heads = 8, .kv_heads = 2, .head_dim = head_dim}, {},
@@ -70,7 +70,7 @@ TYPED_TEST(AttendTest, SeveralTokensAreCausal) {
 // vllm#57156: unused blocks and tails are NaN in every test here; this one has nothing else around
 // a single valid token.
 TYPED_TEST(AttendTest, OneValidTokenAmongNan) {
-    for (const NumberFormat format : attendedFormats(*this->device_)) {
+    for (const NumberFormat format : kv_formats) {
         const Model model{.format = format, .query_heads = 4, .kv_heads = 2, .head_dim = 96};
         const PagedWorld world(*this->device_, model, {.block_size = 256, .spare_blocks = 5},
                                {{.id = 0, .length = 1}});
@@ -175,7 +175,7 @@ TYPED_TEST(AttendTest, OneTokenDominates) {
 
 // Input that is not finite shows in the output instead of dropping out of the sum.
 TYPED_TEST(AttendTest, NanInAValidTokenIsNotHidden) {
-    for (const NumberFormat format : attendedFormats(*this->device_))
+    for (const NumberFormat format : kv_formats)
         for (const Kind poisoned : {Kind::k, Kind::v}) {
             Model model{.format = format, .query_heads = 2, .kv_heads = 1, .head_dim = 64};
             model.number = [poisoned](Kind kind, int, std::int64_t position, int, int element) {
@@ -197,7 +197,7 @@ TYPED_TEST(AttendTest, NanInAValidTokenIsNotHidden) {
 
 // A row too large for its scale is NaN, wherever q points; so is one with an infinity.
 TYPED_TEST(AttendTest, RowsThatNoScaleHoldsAreNotHidden) {
-    for (const NumberFormat format : attendedFormats(*this->device_)) {
+    for (const NumberFormat format : kv_formats) {
         if (!hasScales(format)) continue;
         for (const Kind broken : {Kind::k, Kind::v})
             for (const float value : {3e38F, -3e38F, std::numeric_limits<float>::infinity(),
@@ -221,7 +221,7 @@ TYPED_TEST(AttendTest, RowsThatNoScaleHoldsAreNotHidden) {
 
 // TensorRT-LLM#16916: scales far from 1, another one for each row.
 TYPED_TEST(AttendTest, ScalesFarApart) {
-    for (const NumberFormat format : attendedFormats(*this->device_)) {
+    for (const NumberFormat format : kv_formats) {
         if (!hasScales(format)) continue;
         Model model{.format = format, .query_heads = 6, .kv_heads = 2, .head_dim = 128};
         model.number = [](Kind kind, int id, std::int64_t position, int head, int element) {
@@ -238,7 +238,7 @@ TYPED_TEST(AttendTest, ScalesFarApart) {
 
 // vllm#41623 and others: ids that point nowhere are as if their tokens did not exist.
 TYPED_TEST(AttendTest, BlockIdsOutOfRangeAreAbsent) {
-    for (const NumberFormat format : attendedFormats(*this->device_)) {
+    for (const NumberFormat format : kv_formats) {
         const Model model{.format = format, .query_heads = 4, .kv_heads = 2, .head_dim = 64};
         const PagedWorld world(
             *this->device_, model, {.block_size = 16},

@@ -318,7 +318,7 @@ std::vector<std::vector<float>> inTurns(const RigShape& setup) {
 }
 
 TEST_F(ShardTest, OffloadedAndRestoredBlocksGiveTheSameBits) {
-    for (const NumberFormat format : test::attendedFormats(*DeviceTraits::make()))
+    for (const NumberFormat format : test::kv_formats)
         for (const PoolLayout layout : {PoolLayout::block_major, PoolLayout::layer_major}) {
             RigShape roomy;
             roomy.format = format;
