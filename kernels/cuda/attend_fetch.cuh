@@ -55,7 +55,8 @@ struct AttendShape {
     }
 };
 
-// Stages that are filled in turn.
+// Stages that are filled in turn. All threads that fill a stage arrive at its barrier, and all that
+// have read it: each orders its own accesses.
 struct Ring {
     std::uint32_t tiles;
     std::uint32_t filled;    // barriers: a stage has come
@@ -76,14 +77,6 @@ struct RingPlace {
         }
     }
 };
-
-// Threads that arrive when a stage has come: of bulk copies the one that issues them, which count
-// their bytes besides.
-#if __CUDA_ARCH__ >= 900
-inline constexpr int filling_threads = 1;
-#else
-inline constexpr int filling_threads = warp_size;
-#endif
 
 // The units of a block of threads, from the warp that takes them to all that work on them. A slot
 // is filled again when all have done with it.
@@ -107,9 +100,7 @@ public:
     }
     // Done with it.
     __device__ __forceinline__ void release() {
-        __syncwarp();
-        if (static_cast<int>(threadIdx.x) % warp_size == 0)
-            arrive(queue_.read + static_cast<std::uint32_t>(place_.stage * 8));
+        arrive(queue_.read + static_cast<std::uint32_t>(place_.stage * 8));
         place_.advance(queue_slots);
     }
 
@@ -139,8 +130,7 @@ public:
             to->rows = 0;
         else if (lane < words)
             reinterpret_cast<uint4*>(to)[lane] = reinterpret_cast<const uint4*>(from)[lane];
-        __syncwarp();
-        if (lane == 0) arrive(queue_.filled + static_cast<std::uint32_t>(place_.stage * 8));
+        arrive(queue_.filled + static_cast<std::uint32_t>(place_.stage * 8));
         place_.advance(queue_slots);
     }
 
@@ -282,10 +272,8 @@ private:
             scales = reinterpret_cast<const std::byte*>(
                 __shfl_sync(all_lanes, reinterpret_cast<unsigned long long>(leaf_.scales), tile));
 #if __CUDA_ARCH__ >= 900
-        if (__builtin_expect(count != Shape::tile_tokens && count != 0 && is_value, 0)) {
+        if (__builtin_expect(count != Shape::tile_tokens && count != 0 && is_value, 0))
             clearRows(to, present);
-            __syncwarp();
-        }
         if (lane == 0) {
             ring_.present[place_.stage] = present;
             const std::uint32_t barrier = stageBarrier();
@@ -302,6 +290,8 @@ private:
                 copyBulk(to + Shape::rows_bytes + Shape::scales_bytes,
                          scales + params_.pool.value_offset, scales_bytes, barrier, policy_);
             }
+        } else {
+            arrive(stageBarrier());
         }
 #else
         if (lane == 0) ring_.present[place_.stage] = present;
@@ -390,8 +380,10 @@ private:
         if (lane == 0) ring_.present[place_.stage] = present;
 #if __CUDA_ARCH__ >= 900
         if (is_value && present != 0 && present != Shape::tile_mask) clearRows(to, present);
-        __syncwarp();
-        if (lane == 0) expectBytes(stageBarrier(), __popcll(present) * Shape::row_bytes);
+        if (lane == 0)
+            expectBytes(stageBarrier(), __popcll(present) * Shape::row_bytes);
+        else
+            arrive(stageBarrier());
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < rounds; ++i)

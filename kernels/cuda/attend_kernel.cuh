@@ -564,9 +564,7 @@ __device__ __forceinline__ void attendLeaf(LeafState& leaf, const Ring& ring, Ri
                 else
                     leaf.addValues(tile);
             }
-            __syncwarp();
-            if (static_cast<int>(threadIdx.x) % warp_size == 0)
-                arrive(ring.consumed + static_cast<std::uint32_t>(place.stage * 8));
+            arrive(ring.consumed + static_cast<std::uint32_t>(place.stage * 8));
             place.advance(ring.stages);
         }
     }
@@ -678,13 +676,13 @@ __global__ void __launch_bounds__(AttendShape<format, head_dim, row_tiles>::thre
     const int leaf_number = warp % attend_warps;
     if (warp < attend_warps && lane < launch.stages) {
         const Ring ring = shared.ring(leaf_number);
-        initBarrier(ring.filled + static_cast<std::uint32_t>(lane * 8), filling_threads);
-        initBarrier(ring.consumed + static_cast<std::uint32_t>(lane * 8), row_tiles);
+        initBarrier(ring.filled + static_cast<std::uint32_t>(lane * 8), warp_size);
+        initBarrier(ring.consumed + static_cast<std::uint32_t>(lane * 8), row_tiles * warp_size);
     }
     if (warp == 0 && lane < queue_slots) {
         const UnitQueue queue = shared.unitQueue();
-        initBarrier(queue.filled + static_cast<std::uint32_t>(lane * 8), 1);
-        initBarrier(queue.read + static_cast<std::uint32_t>(lane * 8), Shape::threads / warp_size);
+        initBarrier(queue.filled + static_cast<std::uint32_t>(lane * 8), warp_size);
+        initBarrier(queue.read + static_cast<std::uint32_t>(lane * 8), Shape::threads);
     }
 #if __CUDA_ARCH__ >= 900
     fenceBarriers();
