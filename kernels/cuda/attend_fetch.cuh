@@ -304,14 +304,16 @@ private:
             copyAsync(to + static_cast<std::uint32_t>(index * 16),
                       there ? source + index * 16 : source, there ? 16 : 0);
         }
-        if (Shape::has_scales && !is_value)
-            for (int chunk = lane; chunk < 2 * Shape::scales_bytes / 16; chunk += warp_size) {
-                const int of_half = chunk % (Shape::scales_bytes / 16);
+        if constexpr (Shape::has_scales) {
+            constexpr int scale_chunks = Shape::scales_bytes / 16;
+            for (int chunk = lane; chunk < 2 * scale_chunks && !is_value; chunk += warp_size) {
+                const int of_half = chunk % scale_chunks;
                 const bool of_value = chunk != of_half;
                 copyAsync(to + static_cast<std::uint32_t>(Shape::rows_bytes + chunk * 16),
                           scales + (of_value ? params_.pool.value_offset : 0) + of_half * 16,
                           of_half * 8 < rows ? 16 : 0);
             }
+        }
         __syncwarp();
         arriveAfterCopies(stageBarrier());
 #endif
@@ -391,7 +393,9 @@ private:
 #else
 #pragma unroll
         for (int i = 0; i < rounds; ++i)
-            copyRows(sources[i], to + static_cast<std::uint32_t>(i * warp_size * Shape::row_bytes));
+            if (present != 0)
+                copyRows(sources[i],
+                         to + static_cast<std::uint32_t>(i * warp_size * Shape::row_bytes));
         __syncwarp();
         arriveAfterCopies(stageBarrier());
 #endif
@@ -427,10 +431,9 @@ private:
 #else
     // Up to 32 rows, one a lane; zeros where there is none.
     __device__ void copyRows(const std::byte* source, std::uint32_t to) {
-        constexpr int rows = min(Shape::tile_tokens, warp_size);
+        constexpr int rows = Shape::tile_tokens < warp_size ? Shape::tile_tokens : warp_size;
         const int lane = static_cast<int>(threadIdx.x) % warp_size;
         const std::uint32_t there = __ballot_sync(all_lanes, source != nullptr);
-        if (there == 0) return;
         // Some address that may be read, for rows of which nothing is.
         if (source == nullptr) source = params_.pool.data;
         constexpr int copies = rows * Shape::row_chunks / warp_size;
