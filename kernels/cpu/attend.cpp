@@ -106,7 +106,9 @@ private:
         std::int64_t total = 0;
         for (std::int64_t i = 0; i < params_.run_count; ++i) {
             const Run& run = params_.runs[i];
-            const std::int64_t stripes = (run.first_position + run.rows) / stripe_tokens + 1;
+            const std::int64_t stripes =
+                (run.first_position + run.rows) / stripe_tokens + 1 -
+                firstSeen(run.first_position, params_.window) / stripe_tokens;
             longest = std::max(longest, stripes);
             total += stripes * blocks(run) * params_.kv_heads;
         }

@@ -37,7 +37,8 @@ public:
               bytes_ahead / (params_.head_dim * static_cast<int>(bytesPerElement(format))), 1,
               AttendScratch::most_ahead)),
           first_position_(unit.run->first_position + unit.first_row),
-          last_position_(first_position_ + unit.rows - 1) {}
+          last_position_(first_position_ + unit.rows - 1),
+          first_seen_(firstSeen(first_position_, params_.window)) {}
 
     void run() {
         scratch_.tokens[0].stripe = no_stripe;
@@ -73,7 +74,7 @@ private:
     bool foldLanes(int lane, int stride, int slot) {
         if (stride == lane_count) {
             const std::int64_t last_stripe = last_position_ / stripe_tokens;
-            if (last_stripe < lane) return false;
+            if (firstStripeOf(lane) > last_stripe) return false;
             const auto last = static_cast<std::uint64_t>((last_stripe - lane) / lane_count);
             return foldStripes(lane, 0, std::bit_width(last), slot);
         }
@@ -85,12 +86,19 @@ private:
     // Stripes n * lane_count + lane for n in [first, first + 2^level).
     bool foldStripes(int lane, std::int64_t first, int level, int slot) {
         const std::int64_t stripe = first * lane_count + lane;
-        if (stripe * stripe_tokens > last_position_) return false;
+        const std::int64_t last = stripe + ((std::int64_t{1} << level) - 1) * lane_count;
+        if (stripe * stripe_tokens > last_position_ || last < firstStripeOf(lane)) return false;
         if (level == 0) return leaf(stripe, slot);
         const std::int64_t half = std::int64_t{1} << (level - 1);
         const bool left = foldStripes(lane, first, level - 1, slot);
         const bool right = foldStripes(lane, first + half, level - 1, left ? slot + 1 : slot);
         return join(left, right, slot);
+    }
+
+    // The lane's first stripe that is not wholly behind the window of every row.
+    std::int64_t firstStripeOf(int lane) const {
+        const std::int64_t behind = std::max<std::int64_t>(0, first_seen_ / stripe_tokens - lane);
+        return (behind + lane_count - 1) / lane_count * lane_count + lane;
     }
 
     bool join(bool left, bool right, int slot) {
@@ -114,7 +122,7 @@ private:
     bool leaf(std::int64_t stripe, int slot) {
         const StripeTokens& tokens = takeTokens(stripe);
         if (tokens.count == 0) return false;
-        findLimits(tokens);
+        findSeen(tokens);
         Stripe view{.rows = scratch_.rows,
                     .tokens = tokens.count,
                     .head_dim = params_.head_dim,
@@ -125,7 +133,7 @@ private:
                     .value_scales = scratch_.scales + AttendScratch::score_stride};
         for (int r = 0; r < query_rows_; r += AttendScratch::rows_at_once) {
             const std::ptrdiff_t at = static_cast<std::ptrdiff_t>(r) * params_.head_dim;
-            attendStripe<format>(view, scratch_.q + at, scratch_.limits + r,
+            attendStripe<format>(view, scratch_.q + at, scratch_.seen + r,
                                  std::min(AttendScratch::rows_at_once, query_rows_ - r), scratch_,
                                  slotOut(slot) + at, slotLse(slot) + r);
             view.ahead = 0;  // fetched already
@@ -176,13 +184,13 @@ private:
         std::fill_n(row, behind - known, row[-1]);
     }
 
-    // Lists the stripe's tokens up to the unit's last position whose blocks exist.
+    // Lists the stripe's tokens that some row sees and whose blocks exist.
     void findTokens(std::int64_t stripe, StripeTokens& tokens) const {
         const std::int64_t begin = stripe * stripe_tokens;
         const std::int64_t end = std::min(begin + stripe_tokens, last_position_ + 1);
         int count = 0;
         tokens.scale_runs = 0;
-        for (std::int64_t position = begin; position < end;) {
+        for (std::int64_t position = std::max(begin, first_seen_); position < end;) {
             const std::int64_t logical = position / pool_.block_size;
             const std::int64_t within = position - logical * pool_.block_size;
             const std::int64_t next = std::min(end, position - within + pool_.block_size);
@@ -228,18 +236,23 @@ private:
                 lane ^= bit;
             if (bit < unit_.lane_stride) return no_stripe;
             lane |= bit;
-        } while (lane > last_stripe);
-        return lane;
+        } while (firstStripeOf(lane) > last_stripe);
+        return firstStripeOf(lane);
     }
 
-    // How many of the stripe's tokens each query row sees.
-    void findLimits(const StripeTokens& tokens) {
+    // Which of the stripe's tokens each query row sees.
+    void findSeen(const StripeTokens& tokens) {
+        const std::int16_t* const begin = tokens.offsets;
+        const std::int16_t* const end = begin + tokens.count;
+        const std::int64_t stripe_begin = tokens.stripe * stripe_tokens;
         for (int r = 0; r < unit_.rows; ++r) {
-            const std::int64_t last = first_position_ + r - tokens.stripe * stripe_tokens;
-            const auto* const end =
-                std::upper_bound(tokens.offsets, tokens.offsets + tokens.count, last);
-            std::fill_n(scratch_.limits + r * group_, group_,
-                        static_cast<int>(end - tokens.offsets));
+            const std::int64_t position = first_position_ + r;
+            const std::int64_t first = firstSeen(position, params_.window);
+            const Seen seen{.begin = static_cast<int>(
+                                std::lower_bound(begin, end, first - stripe_begin) - begin),
+                            .end = static_cast<int>(
+                                std::upper_bound(begin, end, position - stripe_begin) - begin)};
+            std::fill_n(scratch_.seen + r * group_, group_, seen);
         }
     }
 
@@ -267,6 +280,7 @@ private:
     int ahead_;
     std::int64_t first_position_;
     std::int64_t last_position_;
+    std::int64_t first_seen_;  // by the first row
 };
 
 void attendUnitFp16(const AttendUnit& unit, AttendScratch& scratch) {

@@ -1,6 +1,7 @@
 // One unit of attend: a block of rows of a run, the query heads of one KV head, a subtree of lanes.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -30,7 +31,12 @@ struct AttendUnit {
     float* lse = nullptr;
 };
 
-// The tokens of a stripe whose blocks exist, up to the unit's last position.
+// The first position that a row at `position` sees.
+inline std::int64_t firstSeen(std::int64_t position, std::int64_t window) {
+    return window == 0 ? 0 : std::max<std::int64_t>(0, position - window + 1);
+}
+
+// The tokens of a stripe that some row of the unit sees and whose blocks exist.
 struct StripeTokens {
     std::int64_t stripe;
     int count;
@@ -43,6 +49,12 @@ struct StripeTokens {
     };
     int scale_runs;
     ScaleRun scales[stripe_tokens];
+};
+
+// The tokens of StripeTokens that a query row sees.
+struct Seen {
+    int begin;
+    int end;
 };
 
 // Where one thread works. Query rows lie in order of row, then head.
@@ -61,7 +73,7 @@ struct alignas(64) AttendScratch {
     const std::byte* rows[2 * stripe_tokens + most_ahead + padding];
     std::uint16_t scale_bits[2 * stripe_tokens];  // of K, then of V
     float scales[2 * score_stride];               // likewise, of V from score_stride on
-    int limits[max_unit_rows + padding];          // how many of its tokens a query row sees
+    Seen seen[max_unit_rows];                     // by query row
     float lse[(fold_levels + 1) * max_unit_rows];
     float out[(fold_levels + 1) * max_unit_rows * max_head_dim];
 };

@@ -247,22 +247,34 @@ HWY_NOINLINE void scoreRows(const Stripe& stripe, const float* q, int begin, int
                                        stripe.ahead, scores + t);
 }
 
-// Weighs the tokens that all of `rows` query rows see, then what some see beyond.
+// Weighs the stripe's tokens [begin, end): those that only some of `rows` query rows see yet, those
+// that all see, then what only some see still.
 template <NumberFormat format, int rows, bool fetch>
-HWY_INLINE void weighRows(const Stripe& stripe, const float* weights, const int* limits, int begin,
+HWY_INLINE void weighRows(const Stripe& stripe, const float* weights, const Seen* seen, int begin,
                           int end, float* sums) {
     const std::byte* const* const values = stripe.rows + stripe.tokens;
-    const int common = std::min(end, *std::min_element(limits, limits + rows));
-    if (begin < common)
-        weigh<format, rows, fetch>(weights, values, begin, common, stripe.head_dim, stripe.ahead,
-                                   sums);
+    int common_begin = begin;
+    int common_end = end;
     for (int r = 0; r < rows; ++r) {
-        const int own_begin = std::max(begin, common);
-        const int own_end = std::min(end, limits[r]);
-        if (own_begin < own_end)
-            weigh<format, 1, true>(weights + r * AttendScratch::score_stride, values, own_begin,
-                                   own_end, stripe.head_dim, 0, sums + r * stripe.head_dim);
+        common_begin = std::max(common_begin, seen[r].begin);
+        common_end = std::min(common_end, seen[r].end);
     }
+    common_begin = std::min(common_begin, end);
+    common_end = std::max(common_end, common_begin);
+    const auto weigh_own = [&](int first, int last) {
+        for (int r = 0; r < rows; ++r) {
+            const int own_first = std::max(first, seen[r].begin);
+            const int own_last = std::min(last, seen[r].end);
+            if (own_first < own_last)
+                weigh<format, 1, true>(weights + r * AttendScratch::score_stride, values, own_first,
+                                       own_last, stripe.head_dim, 0, sums + r * stripe.head_dim);
+        }
+    };
+    weigh_own(begin, common_begin);
+    if (common_begin < common_end)
+        weigh<format, rows, fetch>(weights, values, common_begin, common_end, stripe.head_dim,
+                                   stripe.ahead, sums);
+    weigh_own(common_end, end);
 }
 
 // Calls tiles.run<rows, fetch>(first) for tiles of 4, 2 and 1 of `count` rows. The first tile
@@ -302,52 +314,60 @@ template <NumberFormat format>
 struct WeighTiles {
     const Stripe& stripe;
     const float* weights;
-    const int* limits;
+    const Seen* seen;
     int begin;
     int end;
     float* sums;
 
     template <int rows, bool fetch>
     HWY_INLINE void run(int r) const {
-        weighRows<format, rows, fetch>(stripe, weights + r * AttendScratch::score_stride,
-                                       limits + r, begin, end, sums + r * stripe.head_dim);
+        weighRows<format, rows, fetch>(stripe, weights + r * AttendScratch::score_stride, seen + r,
+                                       begin, end, sums + r * stripe.head_dim);
     }
 };
 
 // Tokens whose K or V stays in the first-level cache while all query rows pass over it.
 inline constexpr int token_tile = 16;
 
-// Attention of `rows` query rows (at most rows_at_once) over a stripe; query row r sees its first
-// limits[r] tokens. q in vector order. Writes out[r * head_dim ...] and lse[r].
+// Attention of `rows` query rows (at most rows_at_once) over a stripe; query row r sees its tokens
+// seen[r]. q in vector order. Writes out[r * head_dim ...] and lse[r].
 template <NumberFormat format>
-HWY_NOINLINE void attendStripe(const Stripe& stripe, const float* q, const int* limits, int rows,
+HWY_NOINLINE void attendStripe(const Stripe& stripe, const float* q, const Seen* seen, int rows,
                                AttendScratch& scratch, float* out, float* lse) {
-    const int longest = *std::max_element(limits, limits + rows);
-    for (int t = 0; t < longest; t += token_tile)
+    int first = stripe.tokens;
+    int last = 0;
+    for (int r = 0; r < rows; ++r) {
+        if (seen[r].begin == seen[r].end) continue;
+        first = std::min(first, seen[r].begin);
+        last = std::max(last, seen[r].end);
+    }
+    for (int t = first; t < last; t += token_tile)
         forRowTiles(
             rows, stripe.ahead > 0,
-            ScoreTiles<format>{stripe, q, t, std::min(t + token_tile, longest), scratch.scores});
+            ScoreTiles<format>{stripe, q, t, std::min(t + token_tile, last), scratch.scores});
     float sum_of[AttendScratch::rows_at_once];
     for (int r = 0; r < rows; ++r) {
         sum_of[r] = 0.0F;
         lse[r] = empty_lse;
-        if (limits[r] == 0) continue;
-        float* const scores = scratch.scores + r * AttendScratch::score_stride;
-        if constexpr (hasScales(format)) multiply(scores, stripe.key_scales, limits[r]);
-        if (stripe.softcap != 0.0F) softcap(stripe.softcap, scores, limits[r]);
-        const SoftmaxSums sums = softmax(scores, limits[r]);
-        if constexpr (hasScales(format)) multiply(scores, stripe.value_scales, limits[r]);
+        const int begin = seen[r].begin;
+        const int count = seen[r].end - begin;
+        if (count == 0) continue;
+        float* const scores = scratch.scores + r * AttendScratch::score_stride + begin;
+        if constexpr (hasScales(format)) multiply(scores, stripe.key_scales + begin, count);
+        if (stripe.softcap != 0.0F) softcap(stripe.softcap, scores, count);
+        const SoftmaxSums sums = softmax(scores, count);
+        if constexpr (hasScales(format)) multiply(scores, stripe.value_scales + begin, count);
         sum_of[r] = sums.sum;
         lse[r] = sums.top + std::log(sums.sum);
     }
     std::memset(scratch.sums, 0, static_cast<std::size_t>(rows * stripe.head_dim) * sizeof(float));
-    for (int t = 0; t < longest; t += token_tile)
+    for (int t = first; t < last; t += token_tile)
         forRowTiles(rows, stripe.ahead > 0,
-                    WeighTiles<format>{stripe, scratch.scores, limits, t,
-                                       std::min(t + token_tile, longest), scratch.sums});
+                    WeighTiles<format>{stripe, scratch.scores, seen, t,
+                                       std::min(t + token_tile, last), scratch.sums});
     for (int r = 0; r < rows; ++r)
         fromVectorOrder<format>(scratch.sums + r * stripe.head_dim, stripe.head_dim,
-                                limits[r] == 0 ? 0.0F : StoredVectors<format>::unit / sum_of[r],
+                                sum_of[r] == 0.0F ? 0.0F : StoredVectors<format>::unit / sum_of[r],
                                 out + r * stripe.head_dim);
 }
 

@@ -306,6 +306,7 @@ inline bool sameBits(const States& a, const States& b) {
 }
 
 struct AttendOptions {
+    std::int64_t window = 0;
     int context_rank = 0;
     int context_ranks = 1;
     std::int64_t rows = 0;  // of q and out; 0: as many as the runs have
@@ -345,6 +346,7 @@ inline States attend(const PagedWorld& world, const Runs& runs, const AttendOpti
                               .head_dim = model.head_dim,
                               .scale = model.softmaxScale(),
                               .softcap = model.softcap,
+                              .window = options.window,
                               .q = device_q.data(),
                               .runs = device_runs.data(),
                               .run_count = static_cast<std::int64_t>(runs.size()),
@@ -400,11 +402,12 @@ inline oracle::State oracleState(const PagedWorld& world, int slot, std::int64_t
 
 // Compares some heads of a row with the oracle.
 inline void expectOracle(const PagedWorld& world, const States& states, std::int64_t row, int slot,
-                         std::int64_t position) {
+                         std::int64_t position, std::int64_t window = 0) {
     const Model& model = world.model();
     const double bound = errorBound(world.device(), model.format);
+    const auto sees = [&](std::int64_t token) { return window == 0 || position - token < window; };
     for (const int head : {0, model.query_heads / 2, model.query_heads - 1}) {
-        const oracle::State expected = oracleState(world, slot, position, head);
+        const oracle::State expected = oracleState(world, slot, position, head, sees);
         const auto state = static_cast<std::size_t>(row * model.query_heads + head);
         const std::span<const float> out(
             states.out.data() + state * static_cast<std::size_t>(model.head_dim),
