@@ -12,17 +12,17 @@
 namespace kvgrid::comm {
 namespace {
 
-std::int64_t bytesOfRows(const Join::Shape& shape, std::int64_t rows) {
-    return rows * shape.local_heads * shape.head_dim *
+std::int64_t bytesOfRows(const Join::Shape& shape, std::int64_t rows, int head_dim) {
+    return rows * shape.local_heads * head_dim *
            static_cast<std::int64_t>(bytesPerElement(shape.output_format));
 }
 
-OutputParams localOutput(const Join::Shape& shape, std::int64_t rows, const Join::States& states,
-                         void* destination) {
+OutputParams localOutput(const Join::Shape& shape, std::int64_t rows, int head_dim,
+                         const Join::States& states, void* destination) {
     OutputParams params;
     params.rows = rows;
     params.heads = shape.local_heads;
-    params.head_dim = shape.head_dim;
+    params.head_dim = head_dim;
     params.destination_format = shape.output_format;
     params.source = states.out;
     params.lse = states.lse;
@@ -31,10 +31,11 @@ OutputParams localOutput(const Join::Shape& shape, std::int64_t rows, const Join
     return params;
 }
 
-void requireRows(std::int64_t rows, const Join::Shape& shape) {
-    if (rows >= 0 && rows <= shape.max_rows) return;
+void requireRoom(std::int64_t rows, int head_dim, const Join::Shape& shape) {
+    if (rows >= 0 && rows <= shape.max_rows && head_dim <= shape.max_head_dim) return;
     throw Error(ErrorCode::internal,
-                fmt::format("join of {} rows, made for {}", rows, shape.max_rows));
+                fmt::format("join of {} rows of head dim {}, made for {} of {}", rows, head_dim,
+                            shape.max_rows, shape.max_head_dim));
 }
 
 }  // namespace
@@ -46,7 +47,9 @@ Join::Join(Transport& transport, const Shape& shape, Buffer receive)
 
 Result<Join> Join::create(Transport& transport, Device& device, const Shape& shape) {
     const std::int64_t bytes =
-        transport.size() == 1 ? 0 : transport.size() * bytesOfRows(shape, shape.max_rows);
+        transport.size() == 1
+            ? 0
+            : transport.size() * bytesOfRows(shape, shape.max_rows, shape.max_head_dim);
     auto receive = Buffer::onDevice(device, static_cast<std::size_t>(bytes));
     if (!receive) return tl::unexpected(receive.error());
     return Join(transport, shape, std::move(*receive));
@@ -54,14 +57,15 @@ Result<Join> Join::create(Transport& transport, Device& device, const Shape& sha
 
 // This rank's part is made where the all-gather wants it, so nothing is sent from a buffer of
 // its own. The parts then interleave: rank by rank becomes row by row.
-void Join::gather(const States& states, std::int64_t rows, void* out, StreamView stream) {
-    requireRows(rows, shape_);
+void Join::gather(const States& states, std::int64_t rows, int head_dim, void* out,
+                  StreamView stream) {
+    requireRoom(rows, head_dim, shape_);
     faultPoint("join", transport_->rank());
     if (transport_->size() == 1) {
-        keep(states, rows, out, stream);
+        keep(states, rows, head_dim, out, stream);
         return;
     }
-    const auto part = static_cast<std::size_t>(bytesOfRows(shape_, rows));
+    const auto part = static_cast<std::size_t>(bytesOfRows(shape_, rows, head_dim));
     const auto parts = static_cast<std::size_t>(transport_->size());
     const std::span<std::byte> all(receive_.data(), parts * part);
     const std::span<std::byte> mine =
@@ -69,22 +73,23 @@ void Join::gather(const States& states, std::int64_t rows, void* out, StreamView
     const Operations& operations = stream.device().operations();
 
     if (rows != 0) {
-        operations.output(localOutput(shape_, rows, states, mine.data()), stream);
+        operations.output(localOutput(shape_, rows, head_dim, states, mine.data()), stream);
     }
     transport_->allGather(mine, all, stream);
     if (rows == 0) return;
 
-    OutputParams interleave = localOutput(shape_, rows, {}, out);
+    OutputParams interleave = localOutput(shape_, rows, head_dim, {}, out);
     interleave.parts = transport_->size();
     interleave.source_format = shape_.output_format;
     interleave.source = all.data();
     operations.output(interleave, stream);
 }
 
-void Join::keep(const States& states, std::int64_t rows, void* out, StreamView stream) {
-    requireRows(rows, shape_);
+void Join::keep(const States& states, std::int64_t rows, int head_dim, void* out,
+                StreamView stream) {
+    requireRoom(rows, head_dim, shape_);
     if (rows == 0) return;
-    stream.device().operations().output(localOutput(shape_, rows, states, out), stream);
+    stream.device().operations().output(localOutput(shape_, rows, head_dim, states, out), stream);
 }
 
 }  // namespace kvgrid::comm

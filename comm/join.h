@@ -21,7 +21,7 @@ public:
     struct Shape {
         std::int64_t max_rows = 0;
         std::int64_t local_heads = 0;  // query heads of this rank, the same on every rank
-        int head_dim = 0;
+        int max_head_dim = 0;
         NumberFormat output_format = NumberFormat::fp32;
     };
 
@@ -36,10 +36,12 @@ public:
     [[nodiscard]] static Result<Join> create(Transport& transport, Device& device,
                                              const Shape& shape);
 
-    // states -> out [rows, all heads, head_dim]. Collective; the same rows on every rank.
-    void gather(const States& states, std::int64_t rows, void* out, StreamView stream);
+    // states -> out [rows, all heads, head_dim]. Collective; the same rows and head_dim on every
+    // rank.
+    void gather(const States& states, std::int64_t rows, int head_dim, void* out,
+                StreamView stream);
     // states -> out [rows, local_heads, head_dim]. Local.
-    void keep(const States& states, std::int64_t rows, void* out, StreamView stream);
+    void keep(const States& states, std::int64_t rows, int head_dim, void* out, StreamView stream);
 
 private:
     Join(Transport& transport, const Shape& shape, Buffer receive);

@@ -59,4 +59,11 @@ std::int64_t mostOwnedTokens(std::int64_t length, int contexts) noexcept {
     return each + (whole % contexts > 0 ? stripe_tokens : length % stripe_tokens);
 }
 
+std::int64_t mostBlocksOfWindow(std::int64_t window, std::int64_t rows, std::int64_t block_size,
+                                int contexts) noexcept {
+    // The first token seen may be the last one of its block.
+    const std::int64_t tokens = mostOwnedTokens(window - 1 + rows, contexts);
+    return (tokens - 1 + block_size - 1) / block_size + 1;
+}
+
 }  // namespace kvgrid

@@ -41,7 +41,12 @@ struct HeadRange {
 [[nodiscard]] std::int64_t ownedTokens(std::int64_t length, std::int32_t slot, int context,
                                        int contexts) noexcept;
 
-// The most that any slot and context rank own of `length` positions.
+// The most that any slot and context rank own of `length` positions that follow each other.
 [[nodiscard]] std::int64_t mostOwnedTokens(std::int64_t length, int contexts) noexcept;
+
+// The most blocks of a sequence that a context rank must hold so that `rows` new tokens see a
+// window each, their own included: wherever in a block the first of them lies.
+[[nodiscard]] std::int64_t mostBlocksOfWindow(std::int64_t window, std::int64_t rows,
+                                              std::int64_t block_size, int contexts) noexcept;
 
 }  // namespace kvgrid

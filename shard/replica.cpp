@@ -8,7 +8,7 @@ Replica::Replica(const PlanLimits& limits)
     : limits_(limits),
       slots_(static_cast<std::size_t>(limits.max_sequences)) {
     for (Slot& slot : slots_)
-        slot.tables.resize(static_cast<std::size_t>(limits.groups) * limits.contexts);
+        slot.tables.resize(limits.pools());
 }
 
 Result<void> Replica::apply(const StepPlan& plan) {
@@ -63,8 +63,7 @@ Result<void> Replica::applySequence(const SequenceRecord& record) {
 
 void Replica::applyTable(const TableRecord& record) {
     Slot& slot = slots_[static_cast<std::size_t>(record.slot)];
-    std::vector<Block>& table =
-        slot.tables[static_cast<std::size_t>(record.group) * limits_.contexts + record.context];
+    std::vector<Block>& table = slot.tables[limits_.poolOf(record.group, record.context)];
     const auto logical = static_cast<std::size_t>(record.logical);
     if (logical >= table.size()) table.resize(logical + 1);
     TableRecord old = record;
@@ -94,8 +93,7 @@ std::optional<std::int32_t> Replica::slotOf(SequenceId sequence) const noexcept 
 Replica::Block Replica::block(std::int32_t slot, int group, int context,
                               std::int32_t logical) const noexcept {
     const auto& tables = slots_[static_cast<std::size_t>(slot)].tables;
-    const std::vector<Block>& table =
-        tables[static_cast<std::size_t>(group) * limits_.contexts + context];
+    const std::vector<Block>& table = tables[limits_.poolOf(group, context)];
     return static_cast<std::size_t>(logical) < table.size()
                ? table[static_cast<std::size_t>(logical)]
                : Block{};

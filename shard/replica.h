@@ -37,7 +37,7 @@ public:
     [[nodiscard]] std::int64_t length(std::int32_t slot) const noexcept {
         return slots_[static_cast<std::size_t>(slot)].length;
     }
-    // Of a logical block; tier none past the end.
+    // Of a logical block; tier none past the end and behind the window.
     [[nodiscard]] Block block(std::int32_t slot, int group, int context,
                               std::int32_t logical) const noexcept;
     [[nodiscard]] std::uint64_t digest() const noexcept { return digest_.value(); }

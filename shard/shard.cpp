@@ -7,21 +7,62 @@
 
 namespace kvgrid {
 
+namespace {
+
+constexpr std::size_t staging_bytes = std::size_t{1} << 20;
+
+int largestHeadDim(const ShardConfig& config) {
+    int largest = 0;
+    for (const ShardGroup& group : config.groups)
+        largest = std::max(largest, group.block.head_dim);
+    return largest;
+}
+
+std::size_t workspaceBytes(const Device& device, const ShardConfig& config) {
+    std::size_t most = 0;
+    for (const ShardGroup& group : config.groups) {
+        most = std::max(
+            most, device.operations().attendWorkspaceBytes(
+                      config.limits.max_step_tokens, config.query_heads, group.block.head_dim));
+    }
+    return most;
+}
+
+std::size_t planBytes(const Device& device, const ShardConfig& config) {
+    return device.operations().attendPlanBytes(config.limits.max_step_tokens,
+                                               config.limits.max_sequences, config.query_heads);
+}
+
+// The different ones among the groups' rotary embeddings.
+std::vector<RotaryEmbedding> rotaries(const ShardConfig& config) {
+    std::vector<RotaryEmbedding> different;
+    for (const ShardGroup& group : config.groups) {
+        if (std::find(different.begin(), different.end(), group.rotary) == different.end())
+            different.push_back(group.rotary);
+    }
+    return different;
+}
+
+}  // namespace
+
 Result<Shard::MemoryBytes> Shard::memoryBytes(const Device& device, const ShardConfig& config) {
-    const Result<std::int64_t> block = blockBytes(config.block);
-    if (!block) return tl::unexpected<Failure>(block.error());
     const PlanLimits& limits = config.limits;
     using Wide = __int128;
     const Wide heads = Wide{limits.max_step_tokens} * config.query_heads;
-    const Wide states = heads * (2 * Wide{config.block.head_dim} + 1) * 4;  // q, out, lse
-    const Wide tables = Wide{limits.max_sequences} * limits.blocks_per_sequence * 4;
-    const Wide angles = Wide{limits.max_step_tokens} * config.rotary.dim * 4;
-    const Wide on_device = Wide{*block} * limits.device_blocks + states + tables + angles +
-                           static_cast<Wide>(device.operations().attendWorkspaceBytes(
-                               limits.max_step_tokens, config.query_heads, config.block.head_dim)) +
-                           static_cast<Wide>(device.operations().attendPlanBytes(
-                               limits.max_step_tokens, limits.max_sequences, config.query_heads));
-    const Wide on_host = Wide{*block} * limits.host_blocks;
+    const Wide states = heads * (2 * Wide{largestHeadDim(config)} + 1) * 4;  // q, out, lse
+    Wide on_device = states + static_cast<Wide>(workspaceBytes(device, config));
+    Wide on_host = 0;
+    for (std::size_t i = 0; i < config.groups.size(); ++i) {
+        const Result<std::int64_t> block = blockBytes(config.groups[i].block);
+        if (!block) return tl::unexpected<Failure>(block.error());
+        const GroupLimits& group = limits.groups[i];
+        on_device += Wide{*block} * group.device_blocks +
+                     Wide{limits.max_sequences} * group.blocks_per_sequence * 4 +
+                     static_cast<Wide>(planBytes(device, config));
+        on_host += Wide{*block} * group.host_blocks;
+    }
+    for (const RotaryEmbedding& rotary : rotaries(config))
+        on_device += Wide{limits.max_step_tokens} * rotary.dim * 4;
     if (on_device + on_host > std::numeric_limits<std::int64_t>::max()) {
         return failure(ErrorCode::does_not_fit, "the bytes of the cache exceed 64 bits");
     }
@@ -31,56 +72,81 @@ Result<Shard::MemoryBytes> Shard::memoryBytes(const Device& device, const ShardC
 
 Result<Shard> Shard::create(Device& device, const ShardConfig& config) {
     const PlanLimits& limits = config.limits;
-    Result<Pool> device_pool =
-        Pool::onDevice(device, config.layout, config.block, limits.device_blocks);
-    if (!device_pool) return tl::unexpected<Failure>(device_pool.error());
-    Result<Pool> host_pool = Pool::onHost(device, config.block, limits.host_blocks);
-    if (!host_pool) return tl::unexpected<Failure>(host_pool.error());
-    Result<BlockTables> tables =
-        BlockTables::create(device, limits, 0, config.place.context, config.rotary);
-    if (!tables) return tl::unexpected<Failure>(tables.error());
+    const std::vector<RotaryEmbedding> different = rotaries(config);
+    std::vector<StepAngles> angles;
+    for (const RotaryEmbedding& rotary : different) {
+        Result<StepAngles> made = StepAngles::create(device, limits, rotary);
+        if (!made) return tl::unexpected<Failure>(made.error());
+        angles.push_back(std::move(*made));
+    }
+    std::vector<Group> groups;
+    for (std::size_t i = 0; i < config.groups.size(); ++i) {
+        const ShardGroup& group = config.groups[i];
+        Result<Pool> device_pool =
+            Pool::onDevice(device, config.layout, group.block, limits.groups[i].device_blocks);
+        if (!device_pool) return tl::unexpected<Failure>(device_pool.error());
+        Result<Pool> host_pool = Pool::onHost(device, group.block, limits.groups[i].host_blocks);
+        if (!host_pool) return tl::unexpected<Failure>(host_pool.error());
+        Result<BlockTables> tables =
+            BlockTables::create(device, limits, static_cast<int>(i), config.place.context);
+        if (!tables) return tl::unexpected<Failure>(tables.error());
+        Result<Buffer> plan = Buffer::onDevice(device, planBytes(device, config));
+        if (!plan) return tl::unexpected<Failure>(plan.error());
+        const auto found = std::find(different.begin(), different.end(), group.rotary);
+        groups.push_back({.config = group,
+                          .device_pool = std::move(*device_pool),
+                          .host_pool = std::move(*host_pool),
+                          .tables = std::move(*tables),
+                          .angles = static_cast<std::size_t>(found - different.begin()),
+                          .plan = std::move(*plan)});
+    }
+    Result<StepRuns> runs = StepRuns::create(device, limits);
+    if (!runs) return tl::unexpected<Failure>(runs.error());
+    Result<StagingRing> staging = StagingRing::create(device, staging_bytes);
+    if (!staging) return tl::unexpected<Failure>(staging.error());
 
     const auto heads = static_cast<std::size_t>(limits.max_step_tokens) *
                        static_cast<std::size_t>(config.query_heads);
     const std::size_t state_bytes =
-        heads * static_cast<std::size_t>(config.block.head_dim) * sizeof(float);
+        heads * static_cast<std::size_t>(largestHeadDim(config)) * sizeof(float);
     Result<Buffer> q = Buffer::onDevice(device, state_bytes);
     if (!q) return tl::unexpected<Failure>(q.error());
     Result<Buffer> out = Buffer::onDevice(device, state_bytes);
     if (!out) return tl::unexpected<Failure>(out.error());
     Result<Buffer> lse = Buffer::onDevice(device, heads * sizeof(float));
     if (!lse) return tl::unexpected<Failure>(lse.error());
-    Result<Buffer> workspace = Buffer::onDevice(
-        device, device.operations().attendWorkspaceBytes(limits.max_step_tokens, config.query_heads,
-                                                         config.block.head_dim));
+    Result<Buffer> workspace = Buffer::onDevice(device, workspaceBytes(device, config));
     if (!workspace) return tl::unexpected<Failure>(workspace.error());
-    Result<Buffer> attend_plan = Buffer::onDevice(
-        device, device.operations().attendPlanBytes(limits.max_step_tokens, limits.max_sequences,
-                                                    config.query_heads));
-    if (!attend_plan) return tl::unexpected<Failure>(attend_plan.error());
     device.synchronize(
         device.defaultStream());  // the tables are clear, whatever stream comes first
-    return Shard(
-        device, config,
-        Memory{std::move(*device_pool), std::move(*host_pool), std::move(*tables), std::move(*q),
-               std::move(*out), std::move(*lse), std::move(*workspace), std::move(*attend_plan)});
+    return Shard(device, config,
+                 Memory{std::move(groups), std::move(angles), std::move(*runs), std::move(*staging),
+                        std::move(*q), std::move(*out), std::move(*lse), std::move(*workspace)});
 }
 
 Shard::Shard(Device& device, const ShardConfig& config, Memory memory)
     : device_(&device),
       config_(config),
-      device_pool_(std::move(memory.device_pool)),
-      host_pool_(std::move(memory.host_pool)),
+      groups_(std::move(memory.groups)),
+      angles_(std::move(memory.angles)),
       replica_(config.limits),
-      tables_(std::move(memory.tables)),
+      runs_(std::move(memory.runs)),
+      staging_(std::move(memory.staging)),
       q_(std::move(memory.q)),
       out_(std::move(memory.out)),
       lse_(std::move(memory.lse)),
       workspace_(std::move(memory.workspace)),
-      plan_(std::move(memory.plan)),
-      appended_(static_cast<std::size_t>(config.limits.max_sequences) *
-                static_cast<std::size_t>(config.block.layers)),
-      copies_(device) {}
+      copies_(device) {
+    for (std::size_t group = 0; group < groups_.size(); ++group) {
+        const std::vector<int>& layers = groups_[group].config.layers;
+        for (std::size_t within = 0; within < layers.size(); ++within) {
+            const auto layer = static_cast<std::size_t>(layers[within]);
+            layers_.resize(std::max(layers_.size(), layer + 1));
+            layers_[layer] = {.group = static_cast<int>(group), .within = static_cast<int>(within)};
+        }
+    }
+    appended_.resize(static_cast<std::size_t>(config.limits.max_sequences) * layers_.size());
+}
 
 Result<void> Shard::apply(const StepPlan& plan, StreamView stream) {
     if (Result<void> applied = replica_.apply(plan); !applied) return applied;
@@ -89,8 +155,13 @@ Result<void> Shard::apply(const StepPlan& plan, StreamView stream) {
     }
     // The copies run beside the uploads.
     const bool copied = copyBlocks(plan.copies, stream);
-    tables_.apply(plan, stream);
-    device_->operations().planAttend(attendParams(extent(stream)), stream);
+    runs_.apply(plan.runs, staging_, stream);
+    for (StepAngles& angles : angles_)
+        angles.apply(runs(), staging_, stream);
+    for (Group& group : groups_) {
+        group.tables.apply(plan.tables, staging_, stream);
+        device_->operations().planAttend(attendParams(group, extent(stream)), stream);
+    }
     if (copied) copies_.after.makeWait(stream);
     q_layer_ = -1;
     return {};
@@ -99,10 +170,9 @@ Result<void> Shard::apply(const StepPlan& plan, StreamView stream) {
 // Tokens past the committed length were rejected, or belonged to the slot's last owner: they do not
 // count as appended again.
 void Shard::forgetPast(std::int32_t slot, std::int64_t length) {
-    const auto layers = static_cast<std::size_t>(config_.block.layers);
-    const auto first =
-        appended_.begin() + static_cast<std::ptrdiff_t>(static_cast<std::size_t>(slot) * layers);
-    std::transform(first, first + config_.block.layers, first,
+    const auto layers = static_cast<std::ptrdiff_t>(layers_.size());
+    const auto first = appended_.begin() + slot * layers;
+    std::transform(first, first + layers, first,
                    [length](std::int64_t mark) { return std::min(mark, length); });
 }
 
@@ -129,8 +199,9 @@ bool Shard::copyBlocks(std::span<const CopyRecord> copies, StreamView stream) {
         if (!mine(first)) continue;
         const bool offload = first.direction == CopyRecord::Direction::offload;
         CopyBlocksParams params;
-        params.source = offload ? device_pool_.runs() : host_pool_.runs();
-        params.destination = offload ? host_pool_.runs() : device_pool_.runs();
+        const Group& group = groupAt(first.group);
+        params.source = offload ? group.device_pool.runs() : group.host_pool.runs();
+        params.destination = offload ? group.host_pool.runs() : group.device_pool.runs();
         params.pairs = pairs_.data();
         params.count = static_cast<std::int64_t>(pairs_.size());
         device_->operations().copyBlocks(params, copy_stream);
@@ -144,7 +215,7 @@ Shard::Extent Shard::extent(StreamView stream) const {
         return {.capturing = false,
                 .rows = rows(),
                 .runs = static_cast<std::int64_t>(runs().size()),
-                .max_position = tables_.maxPosition()};
+                .max_position = runs_.maxPosition()};
     }
     const std::int64_t rows_at_most = std::max(rows(), capture_rows_);
     return {.capturing = true,
@@ -155,24 +226,24 @@ Shard::Extent Shard::extent(StreamView stream) const {
 
 void Shard::mark(int layer) {
     for (const Run& run : runs()) {
-        std::int64_t& mark = appended_[static_cast<std::size_t>(run.slot) *
-                                           static_cast<std::size_t>(config_.block.layers) +
+        std::int64_t& mark = appended_[static_cast<std::size_t>(run.slot) * layers_.size() +
                                        static_cast<std::size_t>(layer)];
         mark = std::max(mark, run.first_position + run.rows);
     }
 }
 
 void Shard::markAppended() {
-    for (int layer = 0; layer < config_.block.layers; ++layer)
-        mark(layer);
+    for (std::size_t layer = 0; layer < layers_.size(); ++layer)
+        mark(static_cast<int>(layer));
     q_layer_ = -1;
 }
 
 Result<void> Shard::checkLayer(int layer) const {
-    if (layer >= 0 && layer < config_.block.layers) return {};
-    return failure(ErrorCode::invalid_argument, "layer " + std::to_string(layer) +
-                                                    " is not in [0, " +
-                                                    std::to_string(config_.block.layers) + ")");
+    const auto layers = static_cast<int>(layers_.size());
+    if (layer >= 0 && layer < layers) return {};
+    return failure(
+        ErrorCode::invalid_argument,
+        "layer " + std::to_string(layer) + " is not in [0, " + std::to_string(layers) + ")");
 }
 
 Result<void> Shard::append(int layer, const void* q, const void* k, const void* v,
@@ -183,24 +254,26 @@ Result<void> Shard::append(int layer, const void* q, const void* k, const void* 
     if (k == nullptr || v == nullptr) {
         return failure(ErrorCode::invalid_argument, k == nullptr ? "k is null" : "v is null");
     }
+    const Group& group = groupOf(layer);
+    const StepAngles& angles = angles_[group.angles];
     AppendParams params;
     params.rows = extent.rows;
     params.query_heads = config_.query_heads;
-    params.kv_heads = config_.block.kv_heads;
-    params.head_dim = config_.block.head_dim;
+    params.kv_heads = group.config.block.kv_heads;
+    params.head_dim = group.config.block.head_dim;
     params.input_format = config_.input_format;
     params.q = q;
     params.k = k;
     params.v = v;
     params.q_rotated = q_.as<float>();
-    params.rotary_dim = config_.rotary.dim;
-    params.cosines = tables_.cosines();
-    params.sines = tables_.sines();
-    params.runs = tables_.runs();
+    params.rotary_dim = static_cast<int>(2 * angles.pairs());
+    params.cosines = angles.cosines();
+    params.sines = angles.sines();
+    params.runs = runs_.onDevice();
     params.run_count = extent.runs;
-    params.tables = tables_.view();
-    params.pool = device_pool_.view();
-    params.layer = layer;
+    params.tables = group.tables.view();
+    params.pool = group.device_pool.view();
+    params.layer = layerAt(layer).within;
     device_->operations().append(params, stream);
 
     q_layer_ = q != nullptr ? layer : -1;
@@ -218,33 +291,34 @@ Result<void> Shard::attend(int layer, StreamView stream) {
                        "layer " + std::to_string(layer) +
                            " is attended before its q was appended in this step");
     }
-    AttendParams params = attendParams(extent);
-    params.layer = layer;
+    AttendParams params = attendParams(groupOf(layer), extent);
+    params.layer = layerAt(layer).within;
     device_->operations().attend(params, stream);
     return {};
 }
 
-AttendParams Shard::attendParams(const Extent& extent) const {
+AttendParams Shard::attendParams(const Group& group, const Extent& extent) const {
     AttendParams params;
     params.query_heads = config_.query_heads;
-    params.kv_heads = config_.block.kv_heads;
-    params.head_dim = config_.block.head_dim;
-    params.scale = config_.softmax_scale;
+    params.kv_heads = group.config.block.kv_heads;
+    params.head_dim = group.config.block.head_dim;
+    params.scale = group.config.softmax_scale;
     params.softcap = config_.logit_softcap;
+    params.window = group.config.window;
     params.q = q_.as<const float>();
-    params.runs = tables_.runs();
+    params.runs = runs_.onDevice();
     params.run_count = extent.runs;
     params.max_position = extent.max_position;
     params.context_rank = config_.place.context;
     params.context_ranks = config_.place.contexts;
-    params.tables = tables_.view();
-    params.pool = device_pool_.view();
+    params.tables = group.tables.view();
+    params.pool = group.device_pool.view();
     params.out = out_.as<float>();
     params.lse = lse_.as<float>();
     params.workspace = workspace_.data();
     params.workspace_bytes = workspace_.bytes();
-    params.plan = plan_.data();
-    params.plan_bytes = plan_.bytes();
+    params.plan = group.plan.data();
+    params.plan_bytes = group.plan.bytes();
     return params;
 }
 
@@ -261,32 +335,50 @@ Result<void> Shard::gather(SequenceId sequence, int layer, void* k, void* v, Str
     if (k == nullptr || v == nullptr) {
         return failure(ErrorCode::invalid_argument, k == nullptr ? "k is null" : "v is null");
     }
-    const std::int64_t blocks = (length + config_.block.block_size - 1) / config_.block.block_size;
-    for (std::int64_t logical = 0; logical < blocks; ++logical) {
-        if (replica_.block(*slot, 0, config_.place.context, static_cast<std::int32_t>(logical))
+    const LayerPlace place = layerAt(layer);
+    const Group& group = groupAt(place.group);
+    const BlockShape& block = group.config.block;
+    // The tokens that the next one sees; rows before them are cleared.
+    const std::int64_t window = group.config.window;
+    const std::int64_t first = window == 0 ? 0 : std::max<std::int64_t>(0, length - window + 1);
+    const std::int64_t blocks = (length + block.block_size - 1) / block.block_size;
+    for (std::int64_t logical = first / block.block_size; logical < blocks; ++logical) {
+        if (replica_
+                .block(*slot, place.group, config_.place.context,
+                       static_cast<std::int32_t>(logical))
                 .tier != Tier::device) {
             return failure(ErrorCode::does_not_fit,
                            "sequence " + std::to_string(static_cast<std::int32_t>(sequence)) +
                                " has blocks in host memory; run it first");
         }
     }
+    const NumberFormat format = hasScales(block.format) ? config_.input_format : block.format;
+    const std::size_t cleared = static_cast<std::size_t>(first) *
+                                static_cast<std::size_t>(block.kv_heads) *
+                                static_cast<std::size_t>(block.head_dim) * bytesPerElement(format);
+    if (cleared > 0) {
+        device_->fill(k, 0, cleared, stream);
+        device_->fill(v, 0, cleared, stream);
+    }
+    if (first == length) return {};
     GatherParams params;
     params.slot = *slot;
-    params.tokens = length;
-    params.kv_heads = config_.block.kv_heads;
-    params.head_dim = config_.block.head_dim;
-    params.tables = tables_.view();
-    params.pool = device_pool_.view();
-    params.layer = layer;
-    params.format = hasScales(config_.block.format) ? config_.input_format : config_.block.format;
-    params.k = k;
-    params.v = v;
+    params.first_position = first;
+    params.tokens = length - first;
+    params.kv_heads = block.kv_heads;
+    params.head_dim = block.head_dim;
+    params.tables = group.tables.view();
+    params.pool = group.device_pool.view();
+    params.layer = place.within;
+    params.format = format;
+    params.k = static_cast<std::byte*>(k) + cleared;
+    params.v = static_cast<std::byte*>(v) + cleared;
     device_->operations().gather(params, stream);
     return {};
 }
 
 Result<void> Shard::checkAppended(std::span<const std::int64_t> tokens) const {
-    const auto layers = static_cast<std::size_t>(config_.block.layers);
+    const std::size_t layers = layers_.size();
     for (std::size_t i = 0; i < runs().size(); ++i) {
         const Run& run = runs()[i];
         const std::int64_t* marks = appended_.data() + static_cast<std::size_t>(run.slot) * layers;

@@ -22,14 +22,21 @@
 
 namespace kvgrid {
 
-// This rank's part of a cache with one layer group.
+// This rank's part of a layer group.
+struct ShardGroup {
+    std::vector<int> layers;  // by their numbers in the model
+    BlockShape block;         // of all of them and this rank's KV heads
+    std::int64_t window = 0;  // tokens that a query sees; 0: all
+    RotaryEmbedding rotary;
+    float softmax_scale = 1.0F;
+};
+
+// This rank's part of a cache. The groups have each layer once.
 struct ShardConfig {
-    BlockShape block;     // of this rank's KV heads
+    std::vector<ShardGroup> groups;
     int query_heads = 0;  // of this rank
     PoolLayout layout = PoolLayout::block_major;
     NumberFormat input_format = NumberFormat::bf16;
-    RotaryEmbedding rotary;
-    float softmax_scale = 1.0F;
     float logit_softcap = 0.0F;
     GridPlace place;
     PlanLimits limits;
@@ -75,7 +82,7 @@ public:
     [[nodiscard]] Result<void> attend(int layer, StreamView stream);
     [[nodiscard]] const float* states() const noexcept {
         return out_.as<const float>();
-    }  // [rows, query heads, head_dim]
+    }  // [rows, query heads, head_dim of the layer]
     [[nodiscard]] const float* lse() const noexcept {
         return lse_.as<const float>();
     }  // [rows, query heads]
@@ -91,16 +98,34 @@ public:
     void commit(std::span<const std::int64_t> tokens);
 
     [[nodiscard]] const Replica& replica() const noexcept { return replica_; }
-    [[nodiscard]] std::span<const Run> runs() const noexcept { return tables_.hostRuns(); }
-    [[nodiscard]] std::int64_t rows() const noexcept { return tables_.rows(); }
-    [[nodiscard]] const Pool& devicePool() const noexcept { return device_pool_; }
-    [[nodiscard]] const Pool& hostPool() const noexcept { return host_pool_; }
+    [[nodiscard]] std::span<const Run> runs() const noexcept { return runs_.onHost(); }
+    [[nodiscard]] std::int64_t rows() const noexcept { return runs_.rows(); }
+    [[nodiscard]] int headDim(int layer) const { return groupOf(layer).config.block.head_dim; }
+    [[nodiscard]] const BlockShape& blockShape(int group) const {
+        return groupAt(group).config.block;
+    }
+    [[nodiscard]] const Pool& devicePool(int group) const { return groupAt(group).device_pool; }
+    [[nodiscard]] const Pool& hostPool(int group) const { return groupAt(group).host_pool; }
 
 private:
-    struct Memory {
+    struct Group {
+        ShardGroup config;
         Pool device_pool, host_pool;
         BlockTables tables;
-        Buffer q, out, lse, workspace, plan;
+        std::size_t angles;  // index into angles_
+        Buffer plan;         // of attend, made in apply
+    };
+    struct Memory {
+        std::vector<Group> groups;
+        std::vector<StepAngles> angles;
+        StepRuns runs;
+        StagingRing staging;
+        Buffer q, out, lse, workspace;
+    };
+    // Where a layer is.
+    struct LayerPlace {
+        int group;
+        int within;
     };
     struct CopyStream {
         explicit CopyStream(Device& device) : stream(device), before(device), after(device) {}
@@ -111,21 +136,29 @@ private:
     Shard(Device& device, const ShardConfig& config, Memory memory);
     [[nodiscard]] bool copyBlocks(std::span<const CopyRecord> copies, StreamView stream);
     void mark(int layer);
-    [[nodiscard]] AttendParams attendParams(const Extent& extent) const;
+    [[nodiscard]] AttendParams attendParams(const Group& group, const Extent& extent) const;
     void forgetPast(std::int32_t slot, std::int64_t length);
     [[nodiscard]] Result<void> checkLayer(int layer) const;
+    [[nodiscard]] const Group& groupAt(int group) const {
+        return groups_[static_cast<std::size_t>(group)];
+    }
+    [[nodiscard]] const LayerPlace& layerAt(int layer) const {
+        return layers_[static_cast<std::size_t>(layer)];
+    }
+    [[nodiscard]] const Group& groupOf(int layer) const { return groupAt(layerAt(layer).group); }
 
     Device* device_;
     ShardConfig config_;
-    Pool device_pool_;
-    Pool host_pool_;
+    std::vector<LayerPlace> layers_;  // [layer]
+    std::vector<Group> groups_;
+    std::vector<StepAngles> angles_;  // one for each embedding, whatever groups share it
     Replica replica_;
-    BlockTables tables_;
-    Buffer q_;                            // [max_step_tokens, query heads, head_dim] fp32, rotated
-    Buffer out_;                          // [max_step_tokens, query heads, head_dim] fp32
-    Buffer lse_;                          // [max_step_tokens, query heads] fp32
-    Buffer workspace_;                    // of attend
-    Buffer plan_;                         // of attend, made in apply
+    StepRuns runs_;
+    StagingRing staging_;
+    Buffer q_;          // [max_step_tokens, query heads, largest head_dim] fp32, rotated
+    Buffer out_;        // [max_step_tokens, query heads, largest head_dim] fp32
+    Buffer lse_;        // [max_step_tokens, query heads] fp32
+    Buffer workspace_;  // of attend
     std::vector<std::int64_t> appended_;  // [slot][layer]: positions below are written
     std::vector<BlockPair> pairs_;
     CopyStream copies_;

@@ -90,19 +90,20 @@ private:
     bool check(const TableRecord& record) {
         return inside("tier", static_cast<std::int32_t>(record.tier), 0, 2) &&
                index("slot", record.slot, limits_.max_sequences) &&
-               index("group", record.group, limits_.groups) &&
+               index("group", record.group, groups()) &&
                index("context", record.context, limits_.contexts) &&
-               index("logical block", record.logical, limits_.blocks_per_sequence) &&
-               index("block", record.block, blocksOf(record.tier)) &&
+               index("logical block", record.logical,
+                     limits_.of(record.group).blocks_per_sequence) &&
+               index("block", record.block, blocksOf(record.tier, limits_.of(record.group))) &&
                inside("reserved", record.reserved, 0, 0);
     }
 
     bool check(const CopyRecord& record) {
         return inside("direction", static_cast<std::int32_t>(record.direction), 0, 1) &&
-               index("group", record.group, limits_.groups) &&
+               index("group", record.group, groups()) &&
                index("context", record.context, limits_.contexts) &&
-               index("device block", record.device_block, limits_.device_blocks) &&
-               index("host block", record.host_block, limits_.host_blocks);
+               index("device block", record.device_block, limits_.of(record.group).device_blocks) &&
+               index("host block", record.host_block, limits_.of(record.group).host_blocks);
     }
 
     bool check(const RunRecord& record) {
@@ -119,9 +120,13 @@ private:
     }
 
     // No block: its number is 0.
-    [[nodiscard]] std::int64_t blocksOf(Tier tier) const {
+    [[nodiscard]] static std::int64_t blocksOf(Tier tier, const GroupLimits& group) {
         if (tier == Tier::none) return 1;
-        return tier == Tier::device ? limits_.device_blocks : limits_.host_blocks;
+        return tier == Tier::device ? group.device_blocks : group.host_blocks;
+    }
+
+    [[nodiscard]] std::int64_t groups() const {
+        return static_cast<std::int64_t>(limits_.groups.size());
     }
 
     bool index(const char* field, std::int64_t value, std::int64_t count) {
@@ -170,16 +175,13 @@ Result<void> checkCopies(const std::vector<CopyRecord>& copies, const PlanLimits
         CopyRecord::Direction direction;
         std::int64_t number;
     };
-    std::vector<std::optional<Batch>> current(static_cast<std::size_t>(limits.groups) *
-                                              static_cast<std::size_t>(limits.contexts));
+    std::vector<std::optional<Batch>> current(limits.pools());
     // (batch, 0: device or 1: host, block) of every copy.
     std::vector<std::tuple<std::int64_t, int, std::int32_t>> uses;
     uses.reserve(2 * copies.size());
     std::int64_t batches = 0;
     for (const CopyRecord& copy : copies) {
-        auto& batch = current[static_cast<std::size_t>(copy.group) *
-                                  static_cast<std::size_t>(limits.contexts) +
-                              static_cast<std::size_t>(copy.context)];
+        auto& batch = current[limits.poolOf(copy.group, copy.context)];
         if (!batch || batch->direction != copy.direction) batch = {copy.direction, batches++};
         uses.emplace_back(batch->number, 0, copy.device_block);
         uses.emplace_back(batch->number, 1, copy.host_block);

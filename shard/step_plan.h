@@ -32,7 +32,8 @@ struct SequenceRecord {
     std::int64_t length = 0;      // length
 };
 
-// entry[slot][group][context][logical] = (tier, block). tier none: no block (released).
+// entry[slot][group][context][logical] = (tier, block). tier none: no block (released, or behind
+// the group's window).
 struct TableRecord {
     std::int32_t slot = 0;
     std::int16_t group = 0;
@@ -76,16 +77,32 @@ static_assert(std::is_trivially_copyable_v<CopyRecord> && sizeof(CopyRecord) == 
 static_assert(std::is_trivially_copyable_v<RunRecord> && sizeof(RunRecord) == 16);
 static_assert(std::is_trivially_copyable_v<AnswerRecord> && sizeof(AnswerRecord) == 16);
 
+// Of one layer group, on each context coordinate.
+struct GroupLimits {
+    std::int64_t blocks_per_sequence = 0;  // logical blocks at most
+    std::int64_t device_blocks = 0;        // physical
+    std::int64_t host_blocks = 0;
+};
+
 // What the indices of a plan may be: every rank knows this from the configuration.
 struct PlanLimits {
     int max_sequences = 0;
     std::int64_t max_sequence_length = 0;
     std::int64_t max_step_tokens = 0;
-    int groups = 1;
-    int contexts = 1;                      // size of the context axis
-    std::int64_t blocks_per_sequence = 0;  // logical blocks a sequence, group and context at most
-    std::int64_t device_blocks = 0;        // physical, of each group and context
-    std::int64_t host_blocks = 0;
+    int contexts = 1;  // size of the context axis
+    std::vector<GroupLimits> groups;
+
+    [[nodiscard]] const GroupLimits& of(int group) const {
+        return groups[static_cast<std::size_t>(group)];
+    }
+    [[nodiscard]] std::size_t pools() const {
+        return groups.size() * static_cast<std::size_t>(contexts);
+    }
+    // Among the pools of all groups and contexts.
+    [[nodiscard]] std::size_t poolOf(int group, int context) const {
+        return static_cast<std::size_t>(group) * static_cast<std::size_t>(contexts) +
+               static_cast<std::size_t>(context);
+    }
 };
 
 // Order of application: sequences' release, table entries, copies, sequences' allocate and length

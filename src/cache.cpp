@@ -45,36 +45,86 @@ private:
     Clock::time_point start_;
 };
 
+// Of a group's layers: 0 where every query sees all.
+std::int64_t windowOf(const CacheConfig& config, const LayerGroup& group) {
+    return group.window < config.max_sequence_length ? group.window : 0;
+}
+
+// The most blocks of a window that all sequences hold together in a step.
+std::int64_t blocksOfWindows(const CacheConfig& config, std::int64_t window) {
+    const std::int64_t each = mostBlocksOfWindow(window, 1, config.block_size, config.grid.context);
+    // Tokens of the step beyond the first fill blocks, and may begin one more in each other
+    // sequence.
+    const std::int64_t more = config.max_step_tokens - 1;
+    const std::int64_t filled = (more + config.block_size - 1) / config.block_size;
+    return config.max_sequences * each + std::min(more, filled + config.max_sequences - 1);
+}
+
+GroupLimits limitsOf(const CacheConfig& config, const LayerGroup& group) {
+    const std::int64_t share = mostOwnedTokens(config.max_sequence_length, config.grid.context);
+    const std::int64_t blocks = (share + config.block_size - 1) / config.block_size;
+    GroupLimits limits{.blocks_per_sequence = blocks,
+                       .device_blocks = config.device_blocks,
+                       .host_blocks = config.host_blocks};
+    if (const std::int64_t window = windowOf(config, group); window != 0) {
+        const std::int64_t in_use =
+            std::min(blocksOfWindows(config, window), config.max_sequences * blocks);
+        limits.device_blocks = std::min(limits.device_blocks, in_use);
+        limits.host_blocks = std::min(limits.host_blocks, in_use);
+    }
+    return limits;
+}
+
 PlanLimits limitsOf(const CacheConfig& config) {
     PlanLimits limits;
     limits.max_sequences = config.max_sequences;
     limits.max_sequence_length = config.max_sequence_length;
     limits.max_step_tokens = config.max_step_tokens;
     limits.contexts = config.grid.context;
-    const std::int64_t share = mostOwnedTokens(config.max_sequence_length, config.grid.context);
-    limits.blocks_per_sequence = (share + config.block_size - 1) / config.block_size;
-    limits.device_blocks = config.device_blocks;
-    limits.host_blocks = config.host_blocks;
+    for (const LayerGroup& group : config.geometry.groups)
+        limits.groups.push_back(limitsOf(config, group));
     return limits;
 }
 
+CoordinatorConfig coordinatorConfigOf(const CacheConfig& config) {
+    CoordinatorConfig coordinator;
+    coordinator.limits = limitsOf(config);
+    for (const LayerGroup& group : config.geometry.groups) {
+        coordinator.block_sizes.push_back(config.block_size);
+        coordinator.windows.push_back(windowOf(config, group));
+    }
+    return coordinator;
+}
+
 ShardConfig shardConfigOf(const CacheConfig& config, int rank) {
-    const LayerGroup& group = config.geometry.groups.front();
     ShardConfig shard;
     shard.place = placeOf(rank, config.grid.heads, config.grid.context);
-    shard.block = {.layers = config.geometry.layers,
-                   .kv_heads = ownedHeads(group.kv_heads, shard.place).count,
-                   .head_dim = group.head_dim,
-                   .block_size = config.block_size,
-                   .format = config.kv_format};
+    for (const LayerGroup& group : config.geometry.groups) {
+        const double scale =
+            config.softmax_scale > 0 ? config.softmax_scale : 1.0 / std::sqrt(group.head_dim);
+        shard.groups.push_back({.layers = group.layers,
+                                .block = {.layers = static_cast<int>(group.layers.size()),
+                                          .kv_heads = ownedHeads(group.kv_heads, shard.place).count,
+                                          .head_dim = group.head_dim,
+                                          .block_size = config.block_size,
+                                          .format = config.kv_format},
+                                .window = windowOf(config, group),
+                                .rotary = group.rotary.value_or(config.rotary),
+                                .softmax_scale = static_cast<float>(scale)});
+    }
     shard.query_heads = ownedHeads(config.geometry.query_heads, shard.place).count;
     shard.layout = config.layout;
     shard.input_format = config.input_format;
-    shard.rotary = config.rotary;
-    shard.softmax_scale = static_cast<float>(config.softmax_scale);
     shard.logit_softcap = static_cast<float>(config.logit_softcap);
     shard.limits = limitsOf(config);
     return shard;
+}
+
+int largestHeadDim(const Geometry& geometry) {
+    int largest = 0;
+    for (const LayerGroup& group : geometry.groups)
+        largest = std::max(largest, group.head_dim);
+    return largest;
 }
 
 // Everything that must be alike on all ranks; the pools' sizes may differ.
@@ -85,36 +135,38 @@ std::int64_t configDigest(const CacheConfig& config) {
     };
     add(config.geometry.layers);
     add(config.geometry.query_heads);
+    const auto add_rotary = [&add](const RotaryEmbedding& rotary) {
+        add(rotary.dim);
+        add(rotary.theta);
+        if (const auto* linear = std::get_if<LinearScaling>(&rotary.scaling)) add(linear->factor);
+        if (const auto* llama3 = std::get_if<Llama3Scaling>(&rotary.scaling)) {
+            add(llama3->factor);
+            add(llama3->low_freq_factor);
+            add(llama3->high_freq_factor);
+            add(llama3->original_max_position);
+        }
+        if (const auto* yarn = std::get_if<YarnScaling>(&rotary.scaling)) {
+            add(yarn->factor);
+            add(yarn->original_max_position);
+            add(yarn->beta_fast);
+            add(yarn->beta_slow);
+            add(yarn->truncate);
+            add(yarn->attention_factor);
+        }
+    };
     for (const LayerGroup& group : config.geometry.groups) {
         for (const int layer : group.layers)
             add(layer);
         add(group.kv_heads);
         add(group.head_dim);
         add(group.window);
+        add_rotary(group.rotary.value_or(config.rotary));
     }
     add(config.grid.heads);
     add(config.grid.context);
     add(config.kv_format);
     add(config.input_format);
     add(config.output_format);
-    add(config.rotary.dim);
-    add(config.rotary.theta);
-    if (const auto* linear = std::get_if<LinearScaling>(&config.rotary.scaling))
-        add(linear->factor);
-    if (const auto* llama3 = std::get_if<Llama3Scaling>(&config.rotary.scaling)) {
-        add(llama3->factor);
-        add(llama3->low_freq_factor);
-        add(llama3->high_freq_factor);
-        add(llama3->original_max_position);
-    }
-    if (const auto* yarn = std::get_if<YarnScaling>(&config.rotary.scaling)) {
-        add(yarn->factor);
-        add(yarn->original_max_position);
-        add(yarn->beta_fast);
-        add(yarn->beta_slow);
-        add(yarn->truncate);
-        add(yarn->attention_factor);
-    }
     add(config.softmax_scale);
     add(config.logit_softcap);
     add(config.attention_sinks);
@@ -155,8 +207,6 @@ Result<CacheConfig> completed(CacheConfig config, int ranks) {
     Result<Grid> grid = chooseGrid(config.geometry, ranks, config.grid);
     if (!grid) return tl::unexpected<Failure>(grid.error());
     config.grid = *grid;
-    if (config.softmax_scale == 0.0)
-        config.softmax_scale = 1.0 / std::sqrt(config.geometry.groups.front().head_dim);
     if (config.layout == PoolLayout::contiguous) {
         const std::int64_t share = mostOwnedTokens(config.max_sequence_length, config.grid.context);
         const std::int64_t rounded = (share + stripe_tokens - 1) / stripe_tokens * stripe_tokens;
@@ -192,7 +242,6 @@ struct Cache::State {
     comm::ProcessState* ranks;
     CacheConfig config;
     PlanLimits limits;
-    std::int64_t block_bytes;
     Shard shard;
     Sinks sinks;
     comm::Join join;
@@ -330,7 +379,6 @@ Result<Cache> Cache::create(Process& process, const CacheConfig& given) {
     const ShardConfig shard_config = shardConfigOf(*config, ranks.rank);
     if (Result<void> agreed = control.agree(checkMemory(ranks, shard_config)); !agreed)
         return tl::unexpected<Failure>(agreed.error());
-    const std::int64_t block_bytes = blockBytes(shard_config.block).value();
     Result<Shard> shard = Shard::create(*ranks.device, shard_config);
     const Result<void> made = shard ? Result<void>() : tl::unexpected<Failure>(shard.error());
     if (Result<void> agreed = control.agree(made); !agreed)
@@ -346,7 +394,7 @@ Result<Cache> Cache::create(Process& process, const CacheConfig& given) {
     Result<comm::Join> join = comm::Join::create(ranks.transport(), *ranks.device,
                                                  {.max_rows = config->max_step_tokens,
                                                   .local_heads = shard_config.query_heads,
-                                                  .head_dim = shard_config.block.head_dim,
+                                                  .max_head_dim = largestHeadDim(config->geometry),
                                                   .output_format = config->output_format});
     const Result<void> joined = join ? Result<void>() : tl::unexpected<Failure>(join.error());
     if (Result<void> agreed = control.agree(joined); !agreed)
@@ -355,7 +403,6 @@ Result<Cache> Cache::create(Process& process, const CacheConfig& given) {
     std::unique_ptr<State> state(new State{.ranks = &ranks,
                                            .config = *config,
                                            .limits = shard_config.limits,
-                                           .block_bytes = block_bytes,
                                            .shard = std::move(*shard),
                                            .sinks = std::move(*sinks),
                                            .join = std::move(*join),
@@ -364,8 +411,7 @@ Result<Cache> Cache::create(Process& process, const CacheConfig& given) {
                                            .coordinator = std::nullopt,
                                            .parts = {}});
     if (ranks.rank == 0) {
-        state->coordinator.emplace(
-            CoordinatorConfig{.limits = state->limits, .block_sizes = {config->block_size}});
+        state->coordinator.emplace(coordinatorConfigOf(*config));
     }
     return Cache(std::move(state));
 }
@@ -456,10 +502,11 @@ Result<void> Cache::attend(const Step& step, int layer, void* out, Output output
         const comm::Join::States states{
             .out = state.shard.states(), .lse = state.shard.lse(), .sinks = *sinks};
         return state.parts.measure(PartTimer::join, on, [&]() -> Result<void> {
+            const int head_dim = state.shard.headDim(layer);
             if (output == Output::gathered) {
-                state.join.gather(states, extent.rows, out, on);
+                state.join.gather(states, extent.rows, head_dim, out, on);
             } else {
-                state.join.keep(states, extent.rows, out, on);
+                state.join.keep(states, extent.rows, head_dim, out, on);
             }
             return {};
         });
@@ -587,32 +634,51 @@ const CacheConfig& Cache::config() const noexcept {
     return state_->config;
 }
 
-CacheHeads Cache::heads() const noexcept {
+CacheHeads Cache::heads(int layer) const noexcept {
     const CacheConfig& config = state_->config;
     const GridPlace place = placeOf(state_->ranks->rank, config.grid.heads, config.grid.context);
     const HeadRange query = ownedHeads(config.geometry.query_heads, place);
-    const HeadRange kv = ownedHeads(config.geometry.groups.front().kv_heads, place);
-    return {.first_query_head = query.first,
-            .query_heads = query.count,
-            .first_kv_head = kv.first,
-            .kv_heads = kv.count};
+    CacheHeads heads{.first_query_head = query.first, .query_heads = query.count};
+    for (const LayerGroup& group : config.geometry.groups) {
+        if (!std::binary_search(group.layers.begin(), group.layers.end(), layer)) continue;
+        const HeadRange kv = ownedHeads(group.kv_heads, place);
+        heads.first_kv_head = kv.first;
+        heads.kv_heads = kv.count;
+        heads.head_dim = group.head_dim;
+    }
+    return heads;
 }
 
 CacheStats Cache::stats() {
-    CacheStats stats;
+    // What rank 0 alone knows: the free blocks of each group, then the copies.
+    std::vector<std::int64_t> known(2 * state_->limits.groups.size() + 3);
     if (const auto& coordinator = state_->coordinator) {
-        stats.device_blocks = state_->limits.device_blocks;
-        stats.device_blocks_free = coordinator->freeBlocks(Tier::device, 0, 0);
-        stats.host_blocks = state_->limits.host_blocks;
-        stats.host_blocks_free = coordinator->freeBlocks(Tier::host, 0, 0);
-        stats.offloaded_blocks = coordinator->offloadedBlocks();
-        stats.restored_blocks = coordinator->restoredBlocks();
-        stats.distinct_offloaded_blocks = coordinator->distinctOffloadedBlocks();
-        stats.block_bytes = state_->block_bytes;
+        auto* next = known.data();
+        for (int group = 0; group < static_cast<int>(state_->limits.groups.size()); ++group) {
+            *next++ = coordinator->freeBlocks(Tier::device, group, 0);
+            *next++ = coordinator->freeBlocks(Tier::host, group, 0);
+        }
+        *next++ = coordinator->offloadedBlocks();
+        *next++ = coordinator->restoredBlocks();
+        *next = coordinator->distinctOffloadedBlocks();
     }
     const std::span<const std::byte> root =
-        state_->ranks->control->broadcast(std::as_bytes(std::span(&stats, 1)));
-    std::memcpy(&stats, root.data(), sizeof(stats));
+        state_->ranks->control->broadcast(std::as_bytes(std::span(known)));
+    std::memcpy(known.data(), root.data(), root.size());
+
+    CacheStats stats;
+    const std::int64_t* next = known.data();
+    for (std::size_t i = 0; i < state_->limits.groups.size(); ++i) {
+        const GroupLimits& group = state_->limits.groups[i];
+        PoolStats pool{.device_blocks = group.device_blocks, .host_blocks = group.host_blocks};
+        pool.device_blocks_free = *next++;
+        pool.host_blocks_free = *next++;
+        pool.block_bytes = blockBytes(state_->shard.blockShape(static_cast<int>(i))).value();
+        stats.groups.push_back(pool);
+    }
+    stats.offloaded_blocks = *next++;
+    stats.restored_blocks = *next++;
+    stats.distinct_offloaded_blocks = *next;
     return stats;
 }
 

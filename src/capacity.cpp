@@ -4,6 +4,7 @@
 #include <optional>
 #include <string>
 
+#include "shard/ownership.h"
 #include "src/checked_math.h"
 #include "src/geometry_checks.h"
 
@@ -27,7 +28,8 @@ std::int64_t ceilDivide(std::int64_t dividend, std::int64_t divisor) {
 
 std::int64_t blocksPerSequence(std::int64_t context, std::int64_t window, int block_size) {
     const std::int64_t all = ceilDivide(context, block_size);
-    return window == 0 ? all : std::min(all, ceilDivide(window, block_size) + 1);
+    if (window == 0 || window >= context) return all;
+    return std::min(all, mostBlocksOfWindow(window, 1, block_size, 1));
 }
 
 Result<void> validateRequest(const CapacityRequest& request) {

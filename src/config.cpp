@@ -67,24 +67,19 @@ Result<void> checkHeads(const Geometry& geometry, int heads, const std::string& 
                    " KV heads; " + divisorsOf(common) + " would do");
 }
 
-Result<void> checkDecodable(const Geometry& geometry, std::int64_t longest) {
-    if (geometry.groups.size() != 1) {
-        return invalid("geometry: " + text(static_cast<std::int64_t>(geometry.groups.size())) +
-                       " layer groups; this version decodes one");
+Result<void> checkDecodable(const Geometry& geometry) {
+    std::size_t layers = 0;
+    for (const LayerGroup& group : geometry.groups) {
+        layers += group.layers.size();
+        if (std::find(head_dims.begin(), head_dims.end(), group.head_dim) == head_dims.end()) {
+            return invalid("head dim " + text(group.head_dim) + ": 64, 80, 96, 128 or 256");
+        }
+        const auto checked = checkCount("query heads a KV head",
+                                        geometry.query_heads / group.kv_heads, 1, most_gqa_group);
+        if (!checked) return checked;
     }
-    const LayerGroup& group = geometry.groups.front();
-    if (static_cast<int>(group.layers.size()) != geometry.layers) {
-        return invalid("geometry: every layer must be in the layer group");
-    }
-    if (group.window != 0 && group.window < longest) {
-        return invalid("window " + text(group.window) + ": shorter than the max sequence length " +
-                       text(longest) + "; this version decodes without sliding windows only");
-    }
-    if (std::find(head_dims.begin(), head_dims.end(), group.head_dim) == head_dims.end()) {
-        return invalid("head dim " + text(group.head_dim) + ": 64, 80, 96, 128 or 256");
-    }
-    return checkCount("query heads a KV head", geometry.query_heads / group.kv_heads, 1,
-                      most_gqa_group);
+    if (layers == static_cast<std::size_t>(geometry.layers)) return {};
+    return invalid("geometry: every layer must be in a layer group");
 }
 
 Result<void> checkFactors(const std::string& scaling, std::initializer_list<double> factors) {
@@ -182,8 +177,7 @@ std::optional<std::int64_t> blockTokens(const CacheConfig& config) {
 }
 
 // Every byte offset into a pool or a step's tensors must stay within 64 bits.
-Result<void> checkOffsets(const CacheConfig& config) {
-    const LayerGroup& group = config.geometry.groups.front();
+Result<void> checkOffsets(const CacheConfig& config, const LayerGroup& group) {
     const auto layers = static_cast<std::int64_t>(group.layers.size());
     const auto tokens = blockTokens(config);
     const auto blocks = checkedSum({config.device_blocks, config.host_blocks});
@@ -224,7 +218,11 @@ Result<void> checkSizes(const CacheConfig& config) {
         return invalid("max sequence length " + text(config.max_sequence_length) +
                        ": more than 2147483647 blocks of " + text(config.block_size) + " tokens");
     }
-    return checkOffsets(config);
+    for (const LayerGroup& group : config.geometry.groups) {
+        const auto checked = checkOffsets(config, group);
+        if (!checked) return checked;
+    }
+    return {};
 }
 
 }  // namespace
@@ -309,15 +307,15 @@ Result<Grid> chooseGrid(const Geometry& geometry, int ranks, Grid requested) {
 
 Result<void> validate(const CacheConfig& config) {
     auto checked = checkGeometry(config.geometry);
-    if (checked) checked = checkDecodable(config.geometry, config.max_sequence_length);
+    if (checked) checked = checkDecodable(config.geometry);
     if (!checked) return checked;
     if (config.grid != Grid{}) {
         const auto grid = chooseGrid(config.geometry, config.grid.heads, config.grid);
         if (!grid) return tl::unexpected(grid.error());
     }
     checked = checkFormats(config);
-    if (checked) {
-        checked = checkRotary(config.rotary, config.geometry.groups.front().head_dim);
+    for (const LayerGroup& group : config.geometry.groups) {
+        if (checked) checked = checkRotary(group.rotary.value_or(config.rotary), group.head_dim);
     }
     if (!checked) return checked;
     if (!std::isfinite(config.softmax_scale) || config.softmax_scale < 0) {

@@ -26,25 +26,35 @@ Answer wait(std::string why) {
 
 void checkConfig(const CoordinatorConfig& config) {
     const PlanLimits& limits = config.limits;
-    const auto groups = static_cast<std::int64_t>(config.block_sizes.size());
+    const std::size_t groups = limits.groups.size();
     const auto outside = [](std::int64_t value, std::int64_t least, std::int64_t most) {
         return value < least || value > most;
     };
-    if (outside(limits.max_sequences, 1, id_range) || outside(limits.groups, groups, groups) ||
-        outside(limits.contexts, 1, lane_count) || lane_count % limits.contexts != 0 ||
-        outside(limits.device_blocks, 0, INT32_MAX) || outside(limits.host_blocks, 0, INT32_MAX)) {
+    if (outside(limits.max_sequences, 1, id_range) || outside(limits.contexts, 1, lane_count) ||
+        lane_count % limits.contexts != 0 || groups != config.block_sizes.size() ||
+        groups != config.windows.size()) {
         throw Error(ErrorCode::invalid_argument,
-                    fmt::format("coordinator: {} sequences, {} groups with {} block sizes, {} "
-                                "contexts, {} device and {} host blocks",
-                                limits.max_sequences, limits.groups, groups, limits.contexts,
-                                limits.device_blocks, limits.host_blocks));
+                    fmt::format("coordinator: {} sequences, {} contexts, {} groups with {} block "
+                                "sizes and {} windows",
+                                limits.max_sequences, limits.contexts, groups,
+                                config.block_sizes.size(), config.windows.size()));
     }
     const std::int64_t owned = mostOwnedTokens(limits.max_sequence_length, limits.contexts);
-    for (const std::int64_t block_size : config.block_sizes) {
-        if (block_size < 1 || (owned - 1) / block_size >= limits.blocks_per_sequence) {
+    for (std::size_t i = 0; i < groups; ++i) {
+        const GroupLimits& group = limits.groups[i];
+        const std::int64_t block_size = config.block_sizes[i];
+        if (outside(group.device_blocks, 0, INT32_MAX) ||
+            outside(group.host_blocks, 0, INT32_MAX) ||
+            outside(config.windows[i], 0, limits.max_sequence_length)) {
+            throw Error(ErrorCode::invalid_argument,
+                        fmt::format("coordinator: layer group {} with {} device and {} host "
+                                    "blocks, window {}",
+                                    i, group.device_blocks, group.host_blocks, config.windows[i]));
+        }
+        if (block_size < 1 || (owned - 1) / block_size >= group.blocks_per_sequence) {
             throw Error(ErrorCode::invalid_argument,
                         fmt::format("coordinator: {} tokens are not {} blocks of {}", owned,
-                                    limits.blocks_per_sequence, block_size));
+                                    group.blocks_per_sequence, block_size));
         }
     }
 }
@@ -58,16 +68,18 @@ Coordinator::State::State(const CoordinatorConfig& config)
       generations(id_range / config.limits.max_sequences),
       sequences(static_cast<std::size_t>(limits.max_sequences)),
       cold(limits.max_sequences) {
-    for (int group = 0; group < limits.groups; ++group) {
+    for (std::size_t group = 0; group < limits.groups.size(); ++group) {
+        const auto [per_sequence, device_blocks, host_blocks] = limits.groups[group];
         for (int context = 0; context < limits.contexts; ++context) {
             pools.push_back({
-                .group = group,
+                .group = static_cast<int>(group),
                 .context = context,
-                .block_size = config.block_sizes[static_cast<std::size_t>(group)],
-                .device = BlockAllocator(limits.device_blocks),
-                .host = BlockAllocator(limits.host_blocks),
-                .filled_by = std::vector<std::int32_t>(static_cast<std::size_t>(limits.host_blocks),
-                                                       no_copy),
+                .block_size = config.block_sizes[group],
+                .window = config.windows[group],
+                .device = BlockAllocator(device_blocks),
+                .host = BlockAllocator(host_blocks),
+                .filled_by =
+                    std::vector<std::int32_t>(static_cast<std::size_t>(host_blocks), no_copy),
             });
         }
     }
@@ -78,6 +90,11 @@ Coordinator::State::State(const CoordinatorConfig& config)
 }
 
 void Coordinator::State::beginStep() {
+    plan = {};
+    plan.number = ++number;
+    plan.sequences = std::exchange(grown, {});
+    for (const SequenceRecord& record : plan.sequences)
+        slideWindows(record.slot);
     // From the last to the first: when a batch that ran together does not fit any more, the end of
     // it waits. The other way round each run would take its blocks from the next one in line.
     for (std::size_t i = runs.size(); i > 0; --i) {
@@ -90,17 +107,13 @@ void Coordinator::State::beginStep() {
         pool.pinned = 0;
     runs.clear();
     notes.clear();
-    plan = {};
-    plan.number = ++number;
-    plan.sequences = std::exchange(grown, {});
     tokens_left = limits.max_step_tokens;
     open = true;
 }
 
 StepPlan Coordinator::State::finishStep() {
     for (const CopyRecord& copy : plan.copies) {
-        pools[static_cast<std::size_t>(copy.group) * static_cast<std::size_t>(limits.contexts) +
-              static_cast<std::size_t>(copy.context)]
+        pools[limits.poolOf(copy.group, copy.context)]
             .filled_by[static_cast<std::size_t>(copy.host_block)] = no_copy;
     }
     dropCancelledCopies();
@@ -151,11 +164,11 @@ Answer Coordinator::State::allocate(const Request& request) {
                                         max_length, limits.max_sequence_length)));
     }
     for (const Pool& pool : pools) {
-        const std::int64_t blocks = blocksFor(pool, mostOwnedTokens(max_length, limits.contexts));
-        if (blocks > limits.device_blocks) {
+        const std::int64_t blocks = mostBlocksHeld(pool, max_length);
+        if (blocks > pool.device.total()) {
             return refuse(never(
                 fmt::format("max_length {}: needs {} blocks of {} tokens, the device tier has {}",
-                            max_length, blocks, pool.block_size, limits.device_blocks)));
+                            max_length, blocks, pool.block_size, pool.device.total())));
         }
     }
     if (free_slots.empty()) {
@@ -204,8 +217,9 @@ Answer Coordinator::State::setPaused(std::int32_t slot, bool paused) {
     return {};
 }
 
-std::optional<std::string> Coordinator::State::misuse(const Sequence& sequence,
+std::optional<std::string> Coordinator::State::misuse(std::int32_t slot,
                                                       std::int64_t tokens) const {
+    const Sequence& sequence = sequenceAt(slot);
     if (tokens < 1) return fmt::format("sequence {}: {} tokens, at least 1", sequence.id, tokens);
     if (tokens > sequence.max_length - sequence.length) {
         return fmt::format("sequence {}: {} + {} tokens exceed its max_length {}", sequence.id,
@@ -217,12 +231,23 @@ std::optional<std::string> Coordinator::State::misuse(const Sequence& sequence,
     }
     if (sequence.paused) return fmt::format("sequence {}: is paused", sequence.id);
     if (sequence.in_step) return fmt::format("sequence {}: runs twice in a step", sequence.id);
+    for (const Pool& pool : pools) {
+        const std::int64_t blocks = blocksFor(pool, ownedTokens(sequence.length + tokens, slot,
+                                                                pool.context, limits.contexts)) -
+                                    tableOf(pool, slot).freed;
+        if (blocks > pool.device.total()) {
+            return fmt::format(
+                "sequence {}: {} tokens and their window need {} blocks (layer group {}), the "
+                "device tier has {}",
+                sequence.id, tokens, blocks, pool.group, pool.device.total());
+        }
+    }
     return std::nullopt;
 }
 
 Answer Coordinator::State::run(std::int32_t slot, std::int64_t tokens) {
     Sequence& sequence = sequenceAt(slot);
-    if (auto why = misuse(sequence, tokens)) return never(*std::move(why));
+    if (auto why = misuse(slot, tokens)) return never(*std::move(why));
     if (tokens > tokens_left) {
         return wait(fmt::format("sequence {}: {} tokens, {} are left of max_step_tokens {}",
                                 sequence.id, tokens, tokens_left, limits.max_step_tokens));
@@ -233,7 +258,7 @@ Answer Coordinator::State::run(std::int32_t slot, std::int64_t tokens) {
     }
     cold.remove(slot);
     for (Pool& pool : pools)
-        pool.pinned += tableOf(pool, slot).on_device;
+        pool.pinned += tableOf(pool, slot).onDevice();
     sequence.in_step = true;
     tokens_left -= tokens;
     runs.push_back({.slot = slot,
@@ -316,10 +341,9 @@ Result<std::int64_t> Coordinator::length(SequenceId sequence) const {
 
 std::int64_t Coordinator::freeBlocks(Tier tier, int group, int context) const {
     const PlanLimits& limits = state_->limits;
-    if (group < 0 || group >= limits.groups || context < 0 || context >= limits.contexts) return 0;
-    const State::Pool& pool =
-        state_->pools[static_cast<std::size_t>(group) * static_cast<std::size_t>(limits.contexts) +
-                      static_cast<std::size_t>(context)];
+    const auto groups = static_cast<int>(limits.groups.size());
+    if (group < 0 || group >= groups || context < 0 || context >= limits.contexts) return 0;
+    const State::Pool& pool = state_->pools[limits.poolOf(group, context)];
     if (tier == Tier::none) return 0;
     return tier == Tier::device ? pool.device.free() : pool.host.free();
 }

@@ -1,12 +1,13 @@
 // Rank 0's mind: requests in, plan out. A pure state machine without I/O, MPI or device, so that
 // tests drive it with millions of random requests.
 //
-// A sequence takes blocks when a run first needs them. A run needs all blocks of its sequence in
-// the device tier; when they do not fit, cold blocks (of sequences outside the step; paused ones
-// first, then lower priority, then least recently run) are offloaded to the host tier, from the
-// sequence's end. A request that cannot be met changes nothing and is answered `wait` (others are
-// in the way) or `never` (misuse, or larger than the tiers). The cost of a plan grows with the
-// requests and with what changes, not with the pool.
+// A sequence takes blocks when a run first needs them. In a layer group with a window it gives them
+// back, at the plan after the step that was committed, when no token to come sees them. A run needs
+// all blocks of its sequence in the device tier; when they do not fit, cold blocks (of sequences
+// outside the step; paused ones first, then lower priority, then least recently run) are offloaded
+// to the host tier, from the sequence's end. A request that cannot be met changes nothing and is
+// answered `wait` (others are in the way) or `never` (misuse, or larger than the tiers). The cost
+// of a plan grows with the requests and with what changes, not with the pool.
 #pragma once
 
 #include <cstdint>
@@ -24,6 +25,8 @@ namespace kvgrid {
 struct CoordinatorConfig {
     PlanLimits limits;
     std::vector<std::int64_t> block_sizes;  // tokens of a block, by layer group
+    // Tokens that a query sees, by layer group; 0: all. At most max_sequence_length.
+    std::vector<std::int64_t> windows;
 };
 
 class Coordinator {

@@ -18,7 +18,7 @@ Coordinator::State::Demand Coordinator::State::demandOf(const Pool& pool, std::i
         blocksFor(pool, ownedTokens(length, slot, pool.context, limits.contexts));
     Demand demand;
     demand.fresh = std::max<std::int64_t>(0, needed - held);
-    demand.restore = held - table.on_device;
+    demand.restore = table.onHost();
     demand.offload = std::max<std::int64_t>(0, demand.fresh + demand.restore - pool.device.free());
     return demand;
 }
@@ -29,7 +29,7 @@ std::optional<std::string> Coordinator::State::shortage(const Pool& pool, std::i
                                                         const Demand& demand) const {
     if (demand.offload == 0) return std::nullopt;
     const std::int64_t used = pool.device.total() - pool.device.free();
-    const std::int64_t cold_blocks = used - pool.pinned - tableOf(pool, slot).on_device;
+    const std::int64_t cold_blocks = used - pool.pinned - tableOf(pool, slot).onDevice();
     const std::int64_t host_room = pool.host.free() + demand.restore;
     const bool stuck = demand.restore > 0 && pool.device.free() + pool.host.free() == 0;
     if (demand.offload <= cold_blocks && demand.offload <= host_room && !stuck) return std::nullopt;
@@ -64,6 +64,20 @@ std::int64_t Coordinator::State::coveredLength(std::int32_t slot) const {
     return covered;
 }
 
+std::int64_t Coordinator::State::blocksBehind(const Pool& pool, std::int32_t slot,
+                                              std::int64_t length) const {
+    // The next token, at position `length`, sees those beyond length - window.
+    if (pool.window == 0 || length < pool.window) return 0;
+    return ownedTokens(length - pool.window + 1, slot, pool.context, limits.contexts) /
+           pool.block_size;
+}
+
+std::int64_t Coordinator::State::mostBlocksHeld(const Pool& pool, std::int64_t max_length) const {
+    const std::int64_t all = blocksFor(pool, mostOwnedTokens(max_length, limits.contexts));
+    if (pool.window == 0) return all;
+    return std::min(all, mostBlocksOfWindow(pool.window, 1, pool.block_size, limits.contexts));
+}
+
 // ---- Moving, after it is known that there is room ----
 
 void Coordinator::State::fetch(Pool& pool, std::int32_t slot, Demand demand) {
@@ -72,11 +86,11 @@ void Coordinator::State::fetch(Pool& pool, std::int32_t slot, Demand demand) {
         const std::int64_t before = demand.offload + demand.restore;
         while (demand.offload > 0 && pool.host.free() > 0) {
             const std::int32_t next = cold.after(victim);
-            if (tableOf(pool, victim).on_device > 0) {
+            if (tableOf(pool, victim).onDevice() > 0) {
                 offloadBlock(pool, victim);
                 --demand.offload;
             }
-            if (tableOf(pool, victim).on_device > 0) continue;
+            if (tableOf(pool, victim).onDevice() > 0) continue;
             if (sequenceAt(victim).device_blocks == 0) cold.remove(victim);
             victim = next;
         }
@@ -98,15 +112,15 @@ void Coordinator::State::addBlock(Pool& pool, std::int32_t slot) {
     Table& table = tableOf(pool, slot);
     const auto block = static_cast<std::int32_t>(pool.device.allocate().value());
     table.entries.push_back({.block = block, .ever_offloaded = false});
-    ++table.on_device;
+    ++table.device_end;
     ++sequenceAt(slot).device_blocks;
-    recordEntry(pool, slot, table.on_device - 1, {}, {.tier = Tier::device, .block = block});
+    recordEntry(pool, slot, table.device_end - 1, {}, {.tier = Tier::device, .block = block});
 }
 
 void Coordinator::State::restoreBlock(Pool& pool, std::int32_t slot) {
     Table& table = tableOf(pool, slot);
     Sequence& sequence = sequenceAt(slot);
-    const std::int64_t logical = table.on_device;
+    const std::int64_t logical = table.device_end;
     Table::Entry& entry = table.entries[static_cast<std::size_t>(logical)];
     const std::int32_t from = entry.block;
     const auto to = static_cast<std::int32_t>(pool.device.allocate().value());
@@ -120,7 +134,7 @@ void Coordinator::State::restoreBlock(Pool& pool, std::int32_t slot) {
     recordEntry(pool, slot, logical, {.tier = Tier::host, .block = from},
                 {.tier = Tier::device, .block = to});
     entry.block = to;
-    ++table.on_device;
+    ++table.device_end;
     ++sequence.device_blocks;
     --sequence.host_blocks;
     ++restored;
@@ -129,7 +143,7 @@ void Coordinator::State::restoreBlock(Pool& pool, std::int32_t slot) {
 void Coordinator::State::offloadBlock(Pool& pool, std::int32_t slot) {
     Table& table = tableOf(pool, slot);
     Sequence& sequence = sequenceAt(slot);
-    const std::int64_t logical = table.on_device - 1;
+    const std::int64_t logical = table.device_end - 1;
     Table::Entry& entry = table.entries[static_cast<std::size_t>(logical)];
     const std::int32_t from = entry.block;
     const auto to = static_cast<std::int32_t>(pool.host.allocate().value());
@@ -146,7 +160,7 @@ void Coordinator::State::offloadBlock(Pool& pool, std::int32_t slot) {
                 {.tier = Tier::host, .block = to});
     (void)pool.device.release(BlockId{from});
     entry.block = to;
-    --table.on_device;
+    --table.device_end;
     --sequence.device_blocks;
     ++sequence.host_blocks;
     ++offloaded;
@@ -155,11 +169,12 @@ void Coordinator::State::offloadBlock(Pool& pool, std::int32_t slot) {
 void Coordinator::State::dropBlocks(std::int32_t slot) {
     for (Pool& pool : pools) {
         Table& table = tableOf(pool, slot);
-        for (std::size_t logical = 0; logical < table.entries.size(); ++logical) {
-            const std::int32_t block = table.entries[logical].block;
-            const bool on_device = static_cast<std::int64_t>(logical) < table.on_device;
+        const auto end = static_cast<std::int64_t>(table.entries.size());
+        for (std::int64_t logical = table.freed; logical < end; ++logical) {
+            const std::int32_t block = table.entries[static_cast<std::size_t>(logical)].block;
+            const bool on_device = logical < table.device_end;
             const Place place{.tier = on_device ? Tier::device : Tier::host, .block = block};
-            recordEntry(pool, slot, static_cast<std::int64_t>(logical), place, {});
+            recordEntry(pool, slot, logical, place, {});
             if (on_device) {
                 (void)pool.device.release(BlockId{block});
                 continue;
@@ -168,7 +183,22 @@ void Coordinator::State::dropBlocks(std::int32_t slot) {
             cancelCopy(pool.filled_by[static_cast<std::size_t>(block)]);
         }
         table.entries.clear();
-        table.on_device = 0;
+        table.freed = 0;
+        table.device_end = 0;
+    }
+}
+
+void Coordinator::State::slideWindows(std::int32_t slot) {
+    Sequence& sequence = sequenceAt(slot);
+    for (Pool& pool : pools) {
+        Table& table = tableOf(pool, slot);
+        const std::int64_t behind = blocksBehind(pool, slot, sequence.length);
+        for (; table.freed < behind; ++table.freed) {
+            const std::int32_t block = table.entries[static_cast<std::size_t>(table.freed)].block;
+            recordEntry(pool, slot, table.freed, {.tier = Tier::device, .block = block}, {});
+            (void)pool.device.release(BlockId{block});
+            --sequence.device_blocks;
+        }
     }
 }
 

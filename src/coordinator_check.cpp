@@ -35,14 +35,15 @@ Problem Coordinator::State::brokenPool(const Pool& pool) const {
     std::int64_t pinned = 0;
     for (std::int32_t slot = 0; slot < limits.max_sequences; ++slot) {
         const Table& table = tableOf(pool, slot);
-        for (std::size_t logical = 0; logical < table.entries.size(); ++logical) {
-            const bool on_device = static_cast<std::int64_t>(logical) < table.on_device;
+        for (auto logical = static_cast<std::size_t>(table.freed); logical < table.entries.size();
+             ++logical) {
+            const bool on_device = static_cast<std::int64_t>(logical) < table.device_end;
             const auto block = static_cast<std::size_t>(table.entries[logical].block);
             auto& holders = on_device ? device : host;
             if (block >= holders.size()) return fmt::format("block {} is out of range", block);
             ++holders[block];
         }
-        if (sequenceAt(slot).in_step) pinned += table.on_device;
+        if (sequenceAt(slot).in_step) pinned += table.onDevice();
     }
     if (auto problem = brokenTier(pool.device, device)) return "device tier: " + *problem;
     if (auto problem = brokenTier(pool.host, host)) return "host tier: " + *problem;
@@ -54,16 +55,30 @@ Problem Coordinator::State::brokenPool(const Pool& pool) const {
     return std::nullopt;
 }
 
+Problem Coordinator::State::brokenWindows(std::int32_t slot) const {
+    // What a committed step leaves behind goes with the next plan.
+    const bool grew = std::any_of(grown.begin(), grown.end(),
+                                  [slot](const SequenceRecord& r) { return r.slot == slot; });
+    for (const Pool& pool : pools) {
+        const std::int64_t behind = blocksBehind(pool, slot, sequenceAt(slot).length);
+        const std::int64_t freed = tableOf(pool, slot).freed;
+        if (freed > behind) return "a block that the window sees is freed";
+        if (freed < behind && !grew) return "a block behind the window is held";
+    }
+    return std::nullopt;
+}
+
 Problem Coordinator::State::brokenSequence(std::int32_t slot) const {
     const Sequence& sequence = sequenceAt(slot);
     std::int64_t on_device = 0;
     std::int64_t on_host = 0;
     for (const Pool& pool : pools) {
         const Table& table = tableOf(pool, slot);
-        const auto held = static_cast<std::int64_t>(table.entries.size());
-        if (table.on_device < 0 || table.on_device > held) return "more on device than held";
-        on_device += table.on_device;
-        on_host += held - table.on_device;
+        if (table.freed < 0 || table.onDevice() < 0 || table.onHost() < 0) {
+            return "freed, device and host blocks are not in order";
+        }
+        on_device += table.onDevice();
+        on_host += table.onHost();
     }
     if (sequence.id == free_slot) {
         return on_device + on_host == 0 && !cold.contains(slot)
@@ -71,6 +86,7 @@ Problem Coordinator::State::brokenSequence(std::int32_t slot) const {
                    : Problem("a free slot holds blocks");
     }
     if (sequence.id % limits.max_sequences != slot) return "the id belongs to another slot";
+    if (auto problem = brokenWindows(slot)) return problem;
     if (on_device != sequence.device_blocks || on_host != sequence.host_blocks) {
         return fmt::format("{} device and {} host blocks are counted as {} and {}", on_device,
                            on_host, sequence.device_blocks, sequence.host_blocks);
@@ -134,8 +150,9 @@ std::uint64_t Coordinator::State::digestFromScratch() const {
         fresh.addSequence(slot, sequence.id, sequence.max_length, sequence.length);
         for (const Pool& pool : pools) {
             const Table& table = tableOf(pool, slot);
-            for (std::size_t logical = 0; logical < table.entries.size(); ++logical) {
-                const bool on_device = static_cast<std::int64_t>(logical) < table.on_device;
+            for (auto logical = static_cast<std::size_t>(table.freed);
+                 logical < table.entries.size(); ++logical) {
+                const bool on_device = static_cast<std::int64_t>(logical) < table.device_end;
                 fresh.addEntry({.slot = slot,
                                 .group = static_cast<std::int16_t>(pool.group),
                                 .context = static_cast<std::int16_t>(pool.context),

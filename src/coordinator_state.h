@@ -19,6 +19,7 @@ struct Coordinator::State {
         int group;
         int context;
         std::int64_t block_size;  // tokens
+        std::int64_t window;      // tokens; 0: none
         BlockAllocator device;
         BlockAllocator host;
         std::int64_t pinned = 0;  // device blocks of the sequences of this step
@@ -27,15 +28,22 @@ struct Coordinator::State {
     };
     static constexpr std::int32_t no_copy = -1;
 
-    // What one sequence has in one pool: the first `on_device` blocks in the device tier, the
-    // others in the host tier, as blocks are offloaded from the end and restored all together.
+    // What one sequence has in one pool: no blocks behind the window, then blocks in the device
+    // tier, then blocks in the host tier, as they are offloaded from the end and restored all
+    // together.
     struct Table {
         struct Entry {
             std::int32_t block;
             bool ever_offloaded;
         };
-        std::vector<Entry> entries;  // [logical]
-        std::int64_t on_device = 0;
+        std::vector<Entry> entries;   // [logical]
+        std::int64_t freed = 0;       // entries before it have no block
+        std::int64_t device_end = 0;  // entries from it on are in the host tier
+
+        [[nodiscard]] std::int64_t onDevice() const { return device_end - freed; }
+        [[nodiscard]] std::int64_t onHost() const {
+            return static_cast<std::int64_t>(entries.size()) - device_end;
+        }
     };
 
     struct Sequence {
@@ -81,8 +89,7 @@ struct Coordinator::State {
     [[nodiscard]] Answer setPaused(std::int32_t slot, bool paused);
     [[nodiscard]] Answer run(std::int32_t slot, std::int64_t tokens);
     // Why this run can never be met, whatever else is in the caches.
-    [[nodiscard]] std::optional<std::string> misuse(const Sequence& sequence,
-                                                    std::int64_t tokens) const;
+    [[nodiscard]] std::optional<std::string> misuse(std::int32_t slot, std::int64_t tokens) const;
     [[nodiscard]] std::int32_t slotOf(SequenceId sequence) const noexcept;  // or free_slot
 
     // ---- blocks (coordinator_blocks.cpp) ----
@@ -97,18 +104,24 @@ struct Coordinator::State {
     void restoreBlock(Pool& pool, std::int32_t slot);
     void offloadBlock(Pool& pool, std::int32_t slot);
     void dropBlocks(std::int32_t slot);
+    // Frees what the windows have left. All blocks of the sequence are in the device tier.
+    void slideWindows(std::int32_t slot);
     void recordEntry(const Pool& pool, std::int32_t slot, std::int64_t logical, Place from,
                      Place to);
     void cancelCopy(std::int32_t copy);
     void dropCancelledCopies();
     [[nodiscard]] std::int64_t coveredLength(std::int32_t slot) const;
+    // Blocks of a sequence that no token from `length` on sees: its first ones.
+    [[nodiscard]] std::int64_t blocksBehind(const Pool& pool, std::int32_t slot,
+                                            std::int64_t length) const;
+    // The most blocks that a sequence of max_length, decoded one by one, holds at a time.
+    [[nodiscard]] std::int64_t mostBlocksHeld(const Pool& pool, std::int64_t max_length) const;
 
     [[nodiscard]] std::int64_t blocksFor(const Pool& pool, std::int64_t owned_tokens) const {
         return owned_tokens / pool.block_size + (owned_tokens % pool.block_size != 0 ? 1 : 0);
     }
     [[nodiscard]] std::size_t indexOf(const Pool& pool) const {
-        return static_cast<std::size_t>(pool.group) * static_cast<std::size_t>(limits.contexts) +
-               static_cast<std::size_t>(pool.context);
+        return limits.poolOf(pool.group, pool.context);
     }
     [[nodiscard]] Table& tableOf(const Pool& pool, std::int32_t slot) {
         return tables[static_cast<std::size_t>(slot) * pools.size() + indexOf(pool)];
@@ -126,6 +139,7 @@ struct Coordinator::State {
     // ---- invariants (coordinator_check.cpp) ----
     [[nodiscard]] std::optional<std::string> brokenPool(const Pool& pool) const;
     [[nodiscard]] std::optional<std::string> brokenSequence(std::int32_t slot) const;
+    [[nodiscard]] std::optional<std::string> brokenWindows(std::int32_t slot) const;
     [[nodiscard]] std::optional<std::string> brokenSlots() const;
     [[nodiscard]] std::optional<std::string> brokenOrder() const;
     [[nodiscard]] std::uint64_t digestFromScratch() const;

@@ -147,10 +147,10 @@ std::pair<half*, half*> KVCacheManager::getCache(int seq_id, int layer_idx) {
                         std::to_string(cache.config().grid.context));
     }
     const std::int64_t length = orThrow(cache.length(SequenceId{seq_id}));
-    const LayerGroup& group = cache.config().geometry.groups.front();
+    const CacheHeads heads = cache.heads(layer_idx);
     const auto elements = static_cast<std::size_t>(length) *
-                          static_cast<std::size_t>(cache.heads().kv_heads) *
-                          static_cast<std::size_t>(group.head_dim);
+                          static_cast<std::size_t>(heads.kv_heads) *
+                          static_cast<std::size_t>(heads.head_dim);
     half* k = state_->scratch(state_->k_scratch, elements * bytesPerElement(NumberFormat::fp16));
     half* v = state_->scratch(state_->v_scratch, elements * bytesPerElement(NumberFormat::fp16));
     orThrow(cache.gather(SequenceId{seq_id}, layer_idx, k, v, state_->stream));

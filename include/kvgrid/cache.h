@@ -90,24 +90,30 @@ private:
     std::vector<TokenRow> rows_;
 };
 
-struct CacheStats {
+// The pools of one layer group.
+struct PoolStats {
     std::int64_t device_blocks = 0;  // of each rank's pool: the least over ranks
     std::int64_t device_blocks_free = 0;
     std::int64_t host_blocks = 0;
     std::int64_t host_blocks_free = 0;
-    std::int64_t offloaded_blocks = 0;  // copies device to host so far
-    std::int64_t restored_blocks = 0;   // copies host to device so far
-    std::int64_t distinct_offloaded_blocks =
-        0;                         // different blocks of sequences that were ever offloaded
     std::int64_t block_bytes = 0;  // on one rank
 };
 
-// This rank's runs of heads, by their numbers in the model.
+struct CacheStats {
+    std::vector<PoolStats> groups;      // as in the geometry
+    std::int64_t offloaded_blocks = 0;  // copies device to host so far, all groups
+    std::int64_t restored_blocks = 0;   // copies host to device so far
+    std::int64_t distinct_offloaded_blocks =
+        0;  // different blocks of sequences that were ever offloaded
+};
+
+// This rank's runs of heads of one layer, by their numbers in the model.
 struct CacheHeads {
     int first_query_head = 0;
     int query_heads = 0;
     int first_kv_head = 0;
     int kv_heads = 0;
+    int head_dim = 0;
 };
 
 struct CacheTiming {
@@ -162,14 +168,16 @@ public:
     //   q  [rows, query heads of this rank, head_dim]  input_format; null: K and V only
     //   k  [rows, KV heads of this rank, head_dim]
     //   v  [rows, KV heads of this rank, head_dim]
-    // rows = step.rows().size(). Device pointers on CUDA.
+    // KV heads and head_dim are those of the layer's group. rows = step.rows().size(). Device
+    // pointers on CUDA.
     [[nodiscard]] Result<void> append(const Step& step, int layer, const void* q, const void* k,
                                       const void* v, cudaStream_t stream = nullptr);
 
     // Attention of the step's rows over their sequences, causal, own token included. Collective
     // when the output is gathered. invalid_argument also: sinks are configured, but this layer's
     // were never set.
-    //   out  [rows, query heads (all, or of this rank when sharded), head_dim]  output_format
+    //   out  [rows, query heads (all, or of this rank when sharded), head_dim of the layer]
+    //        output_format
     [[nodiscard]] Result<void> attend(const Step& step, int layer, void* out, Output output,
                                       cudaStream_t stream = nullptr);
 
@@ -201,12 +209,14 @@ public:
     // K (rotated) and V of the committed tokens of one layer on this rank:
     //   k, v  [length, KV heads of this rank, head_dim]  kv_format, bit for bit; where that has
     //         scales, input_format: stored x scale, rounded to nearest even
-    // does_not_fit: some of its blocks are in host memory; run the sequence first.
+    // In a layer with a window, tokens that the next one would not see are zeros. does_not_fit:
+    // some of its blocks are in host memory; run the sequence first.
     [[nodiscard]] Result<void> gather(SequenceId sequence, int layer, void* k, void* v,
                                       cudaStream_t stream = nullptr);
 
     [[nodiscard]] const CacheConfig& config() const noexcept;  // grid and pool sizes as chosen
-    [[nodiscard]] CacheHeads heads() const noexcept;           // of this rank
+    // Of this rank, in one layer; KV heads and head dim are 0 when there is no such layer.
+    [[nodiscard]] CacheHeads heads(int layer = 0) const noexcept;
     // Collective: rank 0's numbers on every rank.
     [[nodiscard]] CacheStats stats();
     // From now on append, attend and join are timed by events, also inside what is captured.

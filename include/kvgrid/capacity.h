@@ -27,7 +27,7 @@ struct GroupCapacity {
     std::int64_t bytes_per_token = 0;  // all layers of the group, K and V, scales, all ranks
     std::int64_t block_bytes = 0;      // one block on one rank
     std::int64_t blocks_per_sequence =
-        0;  // on one rank; a window keeps ceil(window / block_size) + 1 at most
+        0;  // on one rank; decoding in a window holds ceil((window - 1) / block_size) + 1 at most
     std::int64_t rank_bytes = 0;  // batch x blocks x block_bytes
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <variant>
 #include <vector>
 
@@ -10,30 +11,14 @@
 
 namespace kvgrid {
 
-// Layers alike in KV heads, head dim, window and format. They share blocks and block tables.
-struct LayerGroup {
-    std::vector<int> layers;  // indices in [0, Geometry::layers), ascending
-    int kv_heads = 0;
-    int head_dim = 0;
-    std::int64_t window = 0;  // tokens a query sees, itself included; 0: all of them
-};
-
-// What the model's attention looks like. Layers without KV (recurrent ones) are in no group.
-struct Geometry {
-    int layers = 0;
-    int query_heads = 0;
-    std::vector<LayerGroup> groups;
-
-    // All layers alike.
-    [[nodiscard]] static Geometry uniform(int layers, int query_heads, int kv_heads, int head_dim);
-};
-
 // How a model reads contexts longer than those it was first trained on. In all scalings a pair of
 // elements keeps a share of its frequency and has the rest divided by `factor`.
 
 // No pair keeps anything (position interpolation: Chen et al., arXiv 2306.15595).
 struct LinearScaling {
     double factor = 1.0;
+
+    friend bool operator==(const LinearScaling&, const LinearScaling&) = default;
 };
 
 // Pairs that turn more often than high_freq_factor within the original context keep their
@@ -45,6 +30,8 @@ struct Llama3Scaling {
     double low_freq_factor = 1.0;
     double high_freq_factor = 4.0;
     double original_max_position = 8192.0;
+
+    friend bool operator==(const Llama3Scaling&, const Llama3Scaling&) = default;
 };
 
 // The same with beta_fast and beta_slow turns, but in between the share is linear in the number of
@@ -57,6 +44,8 @@ struct YarnScaling {
     double beta_slow = 1.0;
     bool truncate = true;           // the linear part begins and ends at whole pairs
     double attention_factor = 0.0;  // 0: 0.1 ln(factor) + 1, but at least 1
+
+    friend bool operator==(const YarnScaling&, const YarnScaling&) = default;
 };
 
 using RotaryScaling = std::variant<std::monostate, LinearScaling, Llama3Scaling, YarnScaling>;
@@ -68,6 +57,28 @@ struct RotaryEmbedding {
     int dim = 0;  // rotated elements of a head, the first ones; even, at most head_dim
     double theta = 10000.0;
     RotaryScaling scaling;  // std::monostate: none
+
+    friend bool operator==(const RotaryEmbedding&, const RotaryEmbedding&) = default;
+};
+
+// Layers alike in KV heads, head dim, window and format. They share blocks and block tables.
+struct LayerGroup {
+    std::vector<int> layers;  // indices in [0, Geometry::layers), ascending
+    int kv_heads = 0;
+    int head_dim = 0;
+    std::int64_t window = 0;  // tokens a query sees, itself included; 0: all of them
+    // Of these layers alone (Gemma 3 has one for layers with a window); none: CacheConfig::rotary.
+    std::optional<RotaryEmbedding> rotary = std::nullopt;
+};
+
+// What the model's attention looks like. Layers without KV (recurrent ones) are in no group.
+struct Geometry {
+    int layers = 0;
+    int query_heads = 0;
+    std::vector<LayerGroup> groups;
+
+    // All layers alike.
+    [[nodiscard]] static Geometry uniform(int layers, int query_heads, int kv_heads, int head_dim);
 };
 
 // The ranks as a grid: world size = heads x context. 0 x 0: chosen by Cache::create.
@@ -97,8 +108,9 @@ struct CacheConfig {
 
     PoolLayout layout = PoolLayout::block_major;
     int block_size = 64;  // tokens, a power of two in [1, 256]; ignored by contiguous
-    std::int64_t device_blocks =
-        0;                         // of each layer group on this rank; the least over ranks counts
+    // Of each layer group on this rank; the least over ranks counts. The pool of a group with a
+    // window is no larger than what max_sequences windows and the tokens of a step need.
+    std::int64_t device_blocks = 0;
     std::int64_t host_blocks = 0;  // likewise; 0: no offload
 
     int max_sequences = 0;                 // allocated at a time

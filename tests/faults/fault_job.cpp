@@ -30,10 +30,10 @@ struct Settings {
 void decode(Process& process, const Settings& settings) {
     comm::ProcessState& state = process.state();
     const comm::Join::Shape shape{
-        .max_rows = 4, .local_heads = 8, .head_dim = 128, .output_format = NumberFormat::bf16};
+        .max_rows = 4, .local_heads = 8, .max_head_dim = 128, .output_format = NumberFormat::bf16};
     auto join = comm::Join::create(state.transport(), *state.device, shape).value();
     const std::vector<float> states(
-        static_cast<std::size_t>(shape.max_rows * shape.local_heads * shape.head_dim), 1.0F);
+        static_cast<std::size_t>(shape.max_rows * shape.local_heads * shape.max_head_dim), 1.0F);
     std::vector<std::byte> out(static_cast<std::size_t>(process.size()) * states.size() * 2);
 
     for (std::int64_t step = 0; step < settings.steps; ++step) {
@@ -48,7 +48,7 @@ void decode(Process& process, const Settings& settings) {
                 throw Error(ErrorCode::does_not_fit, "thrown as asked");
             }
             std::this_thread::sleep_for(std::chrono::microseconds(200));
-            join.gather({.out = states.data()}, shape.max_rows, out.data(),
+            join.gather({.out = states.data()}, shape.max_rows, shape.max_head_dim, out.data(),
                         state.device->defaultStream());
         }
     }

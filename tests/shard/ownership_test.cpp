@@ -126,6 +126,38 @@ TEST(Ownership, AnEmptySequenceIsOwnedByNobody) {
     }
 }
 
+// Counted for every first token, in a sequence of 600.
+TEST(Ownership, TheMostBlocksOfAWindow) {
+    for (const std::int64_t block_size : {1, 2, 16, 64}) {
+        for (const std::int64_t window : {1, 2, 16, 17, 63, 64, 65, 200}) {
+            for (const std::int64_t rows : {1, 2, 33}) {
+                std::int64_t most = 0;
+                for (std::int64_t first = 0; first + window - 1 + rows <= 600; ++first) {
+                    const std::int64_t last = first + window - 1 + rows - 1;
+                    most = std::max(most, last / block_size - first / block_size + 1);
+                }
+                EXPECT_EQ(mostBlocksOfWindow(window, rows, block_size, 1), most)
+                    << window << " " << rows << " " << block_size;
+            }
+        }
+    }
+}
+
+// Of several context ranks, no first token and slot needs more.
+TEST(Ownership, NoContextRankHoldsMoreBlocksOfAWindow) {
+    for (const int contexts : {2, 4, 64}) {
+        for (const std::int64_t window : {1, 200, 256, 700, 5000}) {
+            const std::int64_t most = mostBlocksOfWindow(window, 3, 64, contexts);
+            for (std::int64_t first = 0; first < std::int64_t{256} * contexts * 2; first += 17) {
+                const std::int64_t end = first + window - 1 + 3;
+                const std::int64_t blocks = (ownedTokens(end, 1, 0, contexts) + 63) / 64 -
+                                            ownedTokens(first, 1, 0, contexts) / 64;
+                EXPECT_LE(blocks, most) << window << " from " << first << " of " << contexts;
+            }
+        }
+    }
+}
+
 RC_GTEST_PROP(Ownership, SharesSumToTheLength, ())
 {
     const int contexts = 1 << *rc::gen::inRange(0, 7);

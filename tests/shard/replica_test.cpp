@@ -6,12 +6,11 @@
 namespace kvgrid {
 namespace {
 
-constexpr PlanLimits limits{.max_sequences = 2,
-                            .max_sequence_length = 64,
-                            .max_step_tokens = 64,
-                            .blocks_per_sequence = 4,
-                            .device_blocks = 8,
-                            .host_blocks = 8};
+const PlanLimits limits{
+    .max_sequences = 2,
+    .max_sequence_length = 64,
+    .max_step_tokens = 64,
+    .groups = {{.blocks_per_sequence = 4, .device_blocks = 8, .host_blocks = 8}}};
 
 // A plan that allocates slot 1 and gives it device block 5, with the digest that leads to.
 StepPlan allocation() {

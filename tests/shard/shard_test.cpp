@@ -7,7 +7,9 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <map>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include <gmock/gmock.h>
@@ -37,6 +39,7 @@ struct RigShape {
     int query_heads = 6;
     int head_dim = 64;
     int rotary_dim = 64;
+    std::int64_t window = 0;
     int max_sequences = 4;
     std::int64_t max_length = 600;
     std::int64_t device_blocks = 200;
@@ -46,23 +49,28 @@ struct RigShape {
 
 ShardConfig shardConfig(const RigShape& setup) {
     ShardConfig config;
-    config.block = {.layers = setup.layers,
-                    .kv_heads = setup.kv_heads,
-                    .head_dim = setup.head_dim,
-                    .block_size = setup.block_size,
-                    .format = setup.format};
+    ShardGroup group;
+    group.block = {.layers = setup.layers,
+                   .kv_heads = setup.kv_heads,
+                   .head_dim = setup.head_dim,
+                   .block_size = setup.block_size,
+                   .format = setup.format};
+    group.window = setup.window;
+    group.rotary.dim = setup.rotary_dim;
+    group.softmax_scale = 0.125F;
+    group.layers.resize(static_cast<std::size_t>(setup.layers));
+    std::iota(group.layers.begin(), group.layers.end(), 0);
+    config.groups = {group};
     config.query_heads = setup.query_heads;
     config.layout = setup.layout;
     config.input_format = NumberFormat::fp32;
-    config.rotary.dim = setup.rotary_dim;
-    config.softmax_scale = 0.125F;
-    config.limits = {
-        .max_sequences = setup.max_sequences,
-        .max_sequence_length = setup.max_length,
-        .max_step_tokens = 1024,
-        .blocks_per_sequence = (setup.max_length + setup.block_size - 1) / setup.block_size,
-        .device_blocks = setup.device_blocks,
-        .host_blocks = setup.host_blocks};
+    config.limits = {.max_sequences = setup.max_sequences,
+                     .max_sequence_length = setup.max_length,
+                     .max_step_tokens = 1024,
+                     .groups = {{.blocks_per_sequence =
+                                     (setup.max_length + setup.block_size - 1) / setup.block_size,
+                                 .device_blocks = setup.device_blocks,
+                                 .host_blocks = setup.host_blocks}}};
     return config;
 }
 
@@ -80,11 +88,11 @@ float valueAt(int what, std::int64_t sequence, int layer, std::int64_t position,
 
 // 0xFF everywhere is a NaN in bf16 and fp16. The host pool is written by the host.
 void poison(Device& device, const Shard& shard) {
-    const Pool& pool = shard.devicePool();
+    const Pool& pool = shard.devicePool(0);
     device.fill(pool.view().data, 0xFF, static_cast<std::size_t>(pool.bytes()),
                 device.defaultStream());
     device.synchronize(device.defaultStream());
-    std::fill_n(shard.hostPool().view().data, shard.hostPool().bytes(), std::byte{0xFF});
+    std::fill_n(shard.hostPool(0).view().data, shard.hostPool(0).bytes(), std::byte{0xFF});
 }
 
 // One rank's coordinator and shard, with data by (sequence key, position). Inputs have one place
@@ -96,7 +104,9 @@ public:
     Rig(const RigShape& setup, std::unique_ptr<Device> device)
         : setup_(setup),
           device_(std::move(device)),
-          coordinator_({.limits = shardConfig(setup).limits, .block_sizes = {setup.block_size}}),
+          coordinator_({.limits = shardConfig(setup).limits,
+                        .block_sizes = {setup.block_size},
+                        .windows = {setup.window}}),
           shard_(Shard::create(*device_, shardConfig(setup)).value()),
           q_(*device_, inputSize(setup, setup.query_heads)),
           k_(*device_, inputSize(setup, setup.kv_heads)),
@@ -109,6 +119,7 @@ public:
             StepPlan::decode(coordinator_.plan(requests.all()).encode(), shardConfig(setup_).limits)
                 .value();
         EXPECT_TRUE(shard_.apply(plan, stream()));
+        poisonFreed(plan);
         return plan;
     }
 
@@ -179,6 +190,22 @@ private:
         return static_cast<std::size_t>(shardConfig(setup).limits.max_step_tokens) *
                static_cast<std::size_t>(heads) * static_cast<std::size_t>(setup.head_dim);
     }
+    // Blocks that a window left, unless the plan gave them to somebody. Block-major pools.
+    void poisonFreed(const StepPlan& plan) {
+        const PoolView& pool = shard_.devicePool(0).view();
+        for (const TableRecord& freed : plan.tables) {
+            const auto block = freed_.find({freed.slot, freed.logical});
+            if (freed.tier == Tier::device) freed_[{freed.slot, freed.logical}] = freed.block;
+            if (freed.tier != Tier::none || block == freed_.end()) continue;
+            const bool taken =
+                std::any_of(plan.tables.begin(), plan.tables.end(), [&](const TableRecord& record) {
+                    return record.tier == Tier::device && record.block == block->second;
+                });
+            if (taken || setup_.layout == PoolLayout::layer_major) continue;
+            device_->fill(pool.data + block->second * pool.block_stride, 0xFF,
+                          static_cast<std::size_t>(pool.block_stride), stream());
+        }
+    }
     std::vector<float> downloadStates() {
         std::vector<float> states(static_cast<std::size_t>(shard_.rows()) *
                                   static_cast<std::size_t>(setup_.query_heads) *
@@ -193,6 +220,7 @@ private:
     Coordinator coordinator_;
     Shard shard_;
     test::DeviceArray<float> q_, k_, v_;
+    std::map<std::pair<std::int32_t, std::int32_t>, std::int32_t> freed_;  // last block there
 };
 
 class ShardTest : public testing::Test {
@@ -202,7 +230,8 @@ protected:
     }
 };
 
-// The oracle's output of one query head at `position`, which sees itself and all before it.
+// The oracle's output of one query head at `position`, which sees itself and, within the window,
+// all before it.
 std::vector<double> expected(const RigShape& setup, SequenceId id, int layer, std::int64_t position,
                              int head) {
     const auto sequence = static_cast<std::int64_t>(id);
@@ -217,7 +246,8 @@ std::vector<double> expected(const RigShape& setup, SequenceId id, int layer, st
     };
     const int kv_head = head / (setup.query_heads / setup.kv_heads);
     std::vector<double> k, v;
-    for (std::int64_t at = 0; at <= position; ++at) {
+    const std::int64_t window = setup.window == 0 ? position + 1 : setup.window;
+    for (std::int64_t at = std::max<std::int64_t>(0, position - window + 1); at <= position; ++at) {
         for (const float x : headOf(1, at, kv_head))
             k.push_back(oracle::rounded(x, oracle::Format::bf16));
         for (const float x : headOf(2, at, kv_head))
@@ -247,23 +277,27 @@ RigShape with(const Variant& variant) {
 
 TEST_F(ShardTest, DecodesWithinTheBoundsOfTheOracleAmidPoison) {
     for (const Variant& variant : variants) {
-        const RigShape setup = with(variant);
-        Rig rig(setup);
-        const SequenceId a = rig.allocate(600);
-        const SequenceId b = rig.allocate(40);
-        rig.step(Requests().run(a, 530).run(b, 3), false);
-        const std::vector<float> out = rig.step(Requests().run(b, 2).run(a, 1));
-        for (int layer = 0; layer < setup.layers; ++layer) {
-            for (int row = 0; row < 3; ++row) {
-                for (int head = 0; head < setup.query_heads; ++head) {
-                    const std::size_t at = static_cast<std::size_t>(
-                        ((layer * 3 + row) * setup.query_heads + head) * setup.head_dim);
-                    const std::vector<double> reference =
-                        row < 2 ? expected(setup, b, layer, 3 + row, head)
-                                : expected(setup, a, layer, 530, head);
-                    EXPECT_LE(oracle::relativeError(std::span(out).subspan(at, 64), reference),
-                              test::errorBound(rig.device(), NumberFormat::bf16))
-                        << "block size " << variant.block_size << " row " << row;
+        for (const std::int64_t window : {0, 2, 100, 300}) {
+            RigShape setup = with(variant);
+            setup.window = window;
+            Rig rig(setup);
+            const SequenceId a = rig.allocate(600);
+            const SequenceId b = rig.allocate(40);
+            rig.step(Requests().run(a, 530).run(b, 3), false);
+            const std::vector<float> out = rig.step(Requests().run(b, 2).run(a, 1));
+            for (int layer = 0; layer < setup.layers; ++layer) {
+                for (int row = 0; row < 3; ++row) {
+                    for (int head = 0; head < setup.query_heads; ++head) {
+                        const std::size_t at = static_cast<std::size_t>(
+                            ((layer * 3 + row) * setup.query_heads + head) * setup.head_dim);
+                        const std::vector<double> reference =
+                            row < 2 ? expected(setup, b, layer, 3 + row, head)
+                                    : expected(setup, a, layer, 530, head);
+                        EXPECT_LE(oracle::relativeError(std::span(out).subspan(at, 64), reference),
+                                  test::errorBound(rig.device(), NumberFormat::bf16))
+                            << "block size " << variant.block_size << " row " << row << " window "
+                            << window;
+                    }
                 }
             }
         }
@@ -329,6 +363,77 @@ TEST_F(ShardTest, OffloadedAndRestoredBlocksGiveTheSameBits) {
             tight.host_blocks = 21;  // barely: copies must take turns within a step
             EXPECT_EQ(inTurns(tight), reference);
         }
+}
+
+// In a pool that holds the windows of three sequences and little more, not all of their tokens.
+std::vector<std::vector<float>> inTurnsWithinWindows(const RigShape& setup) {
+    Rig rig(setup);
+    std::vector<SequenceId> ids;
+    for (int i = 0; i < 3; ++i)
+        ids.push_back(rig.allocate(600));
+    std::vector<std::vector<float>> outputs;
+    for (int turn = 0; turn < 60; ++turn) {
+        const SequenceId id = ids[static_cast<std::size_t>(turn % 3)];
+        outputs.push_back(rig.step(Requests().run(id, 1 + 7 * (turn % 5))));
+        EXPECT_TRUE(rig.coordinator().checkInvariants());
+    }
+    for (const SequenceId id : ids)
+        EXPECT_GT(rig.coordinator().length(id).value(), 250);
+    if (setup.host_blocks > 0) {
+        EXPECT_GT(rig.coordinator().restoredBlocks(), 50);
+    }
+    return outputs;
+}
+
+TEST_F(ShardTest, WindowsFreeBlocksAndOffloadedOnesGiveTheSameBits) {
+    for (const std::int64_t window : {1, 20, 50}) {
+        RigShape whole;
+        whole.window = window;
+        const std::vector<std::vector<float>> reference = inTurnsWithinWindows(whole);
+        RigShape windows = whole;
+        windows.device_blocks = 3 * mostBlocksOfWindow(window, 29, 16, 1);
+        EXPECT_EQ(inTurnsWithinWindows(windows), reference) << window;
+        if (window == 1) continue;  // leaves nothing to offload
+        RigShape tight = whole;
+        tight.device_blocks = mostBlocksOfWindow(window, 29, 16, 1);
+        tight.host_blocks = 2 * tight.device_blocks;
+        EXPECT_EQ(inTurnsWithinWindows(tight), reference) << window;
+        RigShape contiguous = whole;
+        contiguous.layout = PoolLayout::contiguous;
+        contiguous.block_size = 768;
+        contiguous.device_blocks = 3;
+        EXPECT_EQ(inTurnsWithinWindows(contiguous), reference) << window;
+    }
+}
+
+TEST_F(ShardTest, GathersZerosForWhatAWindowHasLeft) {
+    for (const std::int64_t window : {1, 20, 150}) {
+        RigShape setup;
+        setup.window = window;
+        Rig rig(setup);
+        const SequenceId a = rig.allocate(200);
+        for (int step = 0; step < 10; ++step)
+            rig.step(Requests().run(a, 15), false);
+        rig.begin({});
+        RigShape plain;
+        Rig other(plain);
+        ASSERT_EQ(other.allocate(200), a);
+        other.step(Requests().run(a, 150), false);
+        const auto gather = [&](Rig& from) {
+            const auto k = test::DeviceArray<std::uint16_t>::poisoned(from.device(), 150 * 2 * 64);
+            const auto v = test::DeviceArray<std::uint16_t>::poisoned(from.device(), 150 * 2 * 64);
+            EXPECT_TRUE(from.shard().gather(a, 1, k.data(), v.data(), from.stream()));
+            k.expectGuardIntact();
+            v.expectGuardIntact();
+            return std::pair(k.download(), v.download());
+        };
+        auto [k, v] = gather(other);
+        // The next token, at 150, sees its window less itself.
+        const std::int64_t left = 150 - (window - 1);
+        std::fill_n(k.begin(), left * 2 * 64, std::uint16_t{0});
+        std::fill_n(v.begin(), left * 2 * 64, std::uint16_t{0});
+        EXPECT_EQ(gather(rig), std::pair(k, v)) << window;
+    }
 }
 
 TEST_F(ShardTest, GathersWhatWasAppendedAndRefusesBlocksInHostMemory) {

@@ -20,14 +20,14 @@ using testing::HasSubstr;
 using Direction = CopyRecord::Direction;
 using Kind = SequenceRecord::Kind;
 
-constexpr PlanLimits limits{.max_sequences = 8,
-                            .max_sequence_length = 4096,
-                            .max_step_tokens = 64,
-                            .groups = 2,
-                            .contexts = 4,
-                            .blocks_per_sequence = 16,
-                            .device_blocks = 32,
-                            .host_blocks = 12};
+// The second group is the smaller in everything, as one with a window may be.
+const PlanLimits limits{
+    .max_sequences = 8,
+    .max_sequence_length = 4096,
+    .max_step_tokens = 64,
+    .contexts = 4,
+    .groups = {{.blocks_per_sequence = 16, .device_blocks = 32, .host_blocks = 12},
+               {.blocks_per_sequence = 14, .device_blocks = 20, .host_blocks = 6}}};
 
 // At least one record of every kind, all of them at an edge of the limits.
 StepPlan samplePlan() {
@@ -40,9 +40,11 @@ StepPlan samplePlan() {
         {.kind = Kind::length, .slot = 0, .sequence = 0, .length = 4096},
     };
     plan.tables = {
-        {.slot = 7, .group = 1, .context = 3, .logical = 15, .tier = Tier::device, .block = 31},
-        {.slot = 7, .group = 1, .context = 3, .logical = 15, .tier = Tier::host, .block = 11},
+        {.slot = 7, .group = 1, .context = 3, .logical = 13, .tier = Tier::device, .block = 19},
+        {.slot = 7, .group = 1, .context = 3, .logical = 13, .tier = Tier::host, .block = 5},
         {.slot = 0, .group = 0, .context = 0, .logical = 0, .tier = Tier::none, .block = 0},
+        {.slot = 7, .group = 0, .context = 3, .logical = 15, .tier = Tier::device, .block = 31},
+        {.slot = 7, .group = 0, .context = 3, .logical = 15, .tier = Tier::host, .block = 11},
     };
     plan.copies = {
         {.direction = Direction::offload, .device_block = 31, .host_block = 11},
@@ -52,8 +54,8 @@ StepPlan samplePlan() {
         {.direction = Direction::offload,
          .group = 1,
          .context = 3,
-         .device_block = 29,
-         .host_block = 10},
+         .device_block = 19,
+         .host_block = 5},
     };
     plan.runs = {
         {.slot = 7, .rows = 60, .first_position = 4036},
@@ -93,10 +95,10 @@ bool copiesAreLegal(const StepPlan& plan) {
     for (const CopyRecord& copy : plan.copies) {
         if (copy.direction != Direction::offload && copy.direction != Direction::restore)
             return false;
-        if (!below(copy.group, limits.groups) || !below(copy.context, limits.contexts))
-            return false;
-        if (!below(copy.device_block, limits.device_blocks)) return false;
-        if (!below(copy.host_block, limits.host_blocks)) return false;
+        if (!below(copy.group, 2) || !below(copy.context, limits.contexts)) return false;
+        const GroupLimits& group = limits.groups[static_cast<std::size_t>(copy.group)];
+        if (!below(copy.device_block, group.device_blocks)) return false;
+        if (!below(copy.host_block, group.host_blocks)) return false;
         auto& [direction, device, host] = batches[{copy.group, copy.context}];
         if (direction != copy.direction) {
             device.clear();
@@ -133,11 +135,13 @@ bool recordsAreLegal(const StepPlan& plan) {
                (grows ? r.length >= 0 && r.length <= limits.max_sequence_length : r.length == 0);
     });
     const bool tables = std::all_of(plan.tables.begin(), plan.tables.end(), [](auto& r) {
-        const bool block = r.tier == Tier::device ? below(r.block, limits.device_blocks)
-                           : r.tier == Tier::host ? below(r.block, limits.host_blocks)
+        if (!below(r.group, 2)) return false;
+        const GroupLimits& group = limits.groups[static_cast<std::size_t>(r.group)];
+        const bool block = r.tier == Tier::device ? below(r.block, group.device_blocks)
+                           : r.tier == Tier::host ? below(r.block, group.host_blocks)
                                                   : r.tier == Tier::none && r.block == 0;
-        return block && below(r.slot, limits.max_sequences) && below(r.group, limits.groups) &&
-               below(r.context, limits.contexts) && below(r.logical, limits.blocks_per_sequence);
+        return block && below(r.slot, limits.max_sequences) && below(r.context, limits.contexts) &&
+               below(r.logical, group.blocks_per_sequence);
     });
     const bool answers = std::all_of(plan.answers.begin(), plan.answers.end(), [&](auto& r) {
         return below(r.status, 3) && std::uint64_t{r.why_offset} + r.why_bytes <= plan.text.size();
@@ -285,11 +289,14 @@ TEST(StepPlan, NamesWhatIsOutOfRange) {
         {"group -1", [](StepPlan& p) { p.tables[1].group = -1; }},
         {"context 4", [](StepPlan& p) { p.tables[1].context = 4; }},
         {"context -1", [](StepPlan& p) { p.tables[1].context = -1; }},
-        {"logical block 16", [](StepPlan& p) { p.tables[1].logical = 16; }},
+        {"logical block 14", [](StepPlan& p) { p.tables[1].logical = 14; }},
+        {"logical block 16", [](StepPlan& p) { p.tables[3].logical = 16; }},
         {"logical block -1", [](StepPlan& p) { p.tables[1].logical = -1; }},
-        {"block 32", [](StepPlan& p) { p.tables[0].block = 32; }},
+        {"block 20", [](StepPlan& p) { p.tables[0].block = 20; }},
+        {"block 32", [](StepPlan& p) { p.tables[3].block = 32; }},
         {"block -1", [](StepPlan& p) { p.tables[0].block = -1; }},
-        {"block 12", [](StepPlan& p) { p.tables[1].block = 12; }},
+        {"block 6", [](StepPlan& p) { p.tables[1].block = 6; }},
+        {"block 12", [](StepPlan& p) { p.tables[4].block = 12; }},
         {"block 1", [](StepPlan& p) { p.tables[2].block = 1; }},
         {"reserved", [](StepPlan& p) { p.tables[0].reserved = -1; }},
         {"copy 2: direction 2", [](StepPlan& p) { p.copies[2].direction = Direction{2}; }},
@@ -299,8 +306,10 @@ TEST(StepPlan, NamesWhatIsOutOfRange) {
         {"context 4", [](StepPlan& p) { p.copies[2].context = 4; }},
         {"context -1", [](StepPlan& p) { p.copies[2].context = -1; }},
         {"device block 32", [](StepPlan& p) { p.copies[2].device_block = 32; }},
+        {"device block 20", [](StepPlan& p) { p.copies[4].device_block = 20; }},
         {"device block -1", [](StepPlan& p) { p.copies[2].device_block = -1; }},
         {"host block 12", [](StepPlan& p) { p.copies[2].host_block = 12; }},
+        {"host block 6", [](StepPlan& p) { p.copies[4].host_block = 6; }},
         {"host block -1", [](StepPlan& p) { p.copies[2].host_block = -1; }},
         {"host block 11 is twice", [](StepPlan& p) { p.copies[1].host_block = 11; }},
         {"device block 31 is twice", [](StepPlan& p) { p.copies[1].device_block = 31; }},

@@ -2,7 +2,7 @@
 // calls.
 //
 // To prove: in Shard::extent, rows() in place of the rows that a capture may have fails
-// AGraphMayHaveMoreRowsThanTheStep; runs of 0 rows that BlockTables does not upload fail the steps
+// AGraphMayHaveMoreRowsThanTheStep; runs of 0 rows that StepRuns does not upload fail the steps
 // with fewer rows; a captured append that counts fails ACaptureAppendsNothing;
 // Cache::State::enqueue without either arrange fails CallsOnSeveralStreams.
 #include <kvgrid/cache.h>

@@ -246,7 +246,7 @@ TEST_F(CacheTest, TenThousandEvictionsChangeNoBit) {
     EXPECT_GE(tight.offloaded_blocks, 10'000);
     EXPECT_GE(tight.restored_blocks, 10'000);
     EXPECT_GE(tight.distinct_offloaded_blocks, 1'000);
-    EXPECT_EQ(tight.device_blocks, 64 * 33 / 4);
+    EXPECT_EQ(tight.groups.at(0).device_blocks, 64 * 33 / 4);
 }
 
 TEST_F(CacheTest, ThePoolIsTheLeastOverRanks) {
@@ -254,7 +254,7 @@ TEST_F(CacheTest, ThePoolIsTheLeastOverRanks) {
     config.device_blocks = 40 + 10 * process->rank();
     Cache cache = make(config);
     EXPECT_EQ(cache.config().device_blocks, 40);
-    EXPECT_EQ(cache.stats().device_blocks, 40);
+    EXPECT_EQ(cache.stats().groups.at(0).device_blocks, 40);
     const SequenceId a = allocate(cache, 640);
     run(cache, Requests().run(a, 640), false);
     const SequenceId b = allocate(cache, 16);
@@ -339,7 +339,7 @@ TEST_F(CacheTest, ConfigurationsAreRefusedByNameOnEveryRank) {
     refused([](CacheConfig& config) { config.geometry = Geometry::uniform(1, 7, 4, 64); },
             "query heads 7");
     refused([](CacheConfig& config) { config.kv_format = NumberFormat::fp32; }, "KV format fp32");
-    refused([](CacheConfig& config) { config.geometry.groups.front().window = 128; }, "window");
+    refused([](CacheConfig& config) { config.geometry.groups.front().window = -1; }, "window");
     refused([](CacheConfig& config) { config.max_sequences = -1; }, "max sequences");
     refused([](CacheConfig& config) { config.device_blocks = -1; }, "device blocks");
     refused([](CacheConfig& config) { config.grid = {.heads = 1, .context = process->size() + 1}; },
@@ -364,6 +364,9 @@ TEST_F(CacheTest, ConfigurationsAreRefusedByNameOnEveryRank) {
             refused([&](CacheConfig& config) { config.rotary.scaling = scaling; },
                     "differs between ranks");
         }
+        refused(
+            [](CacheConfig& config) { config.geometry.groups[0].window = 64 + process->rank(); },
+            "differs between ranks");
         refused([](CacheConfig& config) { config.block_size = process->rank() == 1 ? 3 : 16; },
                 "rank 1");
         refused([](CacheConfig& config) { config.geometry = Geometry::uniform(1, 3, 1, 64); },

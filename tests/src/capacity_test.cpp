@@ -83,10 +83,15 @@ TEST(Capacity, AWindowBoundsItsGroup) {
     ASSERT_EQ(capacity.groups.size(), 2U);
     EXPECT_EQ(capacity.bytes_per_token, 5 * 4096);
     EXPECT_EQ(capacity.groups[0].blocks_per_sequence, 16);
-    EXPECT_EQ(capacity.groups[1].blocks_per_sequence, 3);  // ceil(100 / 64) + 1
+    EXPECT_EQ(capacity.groups[1].blocks_per_sequence, 3);  // ceil(99 / 64) + 1
     EXPECT_EQ(capacity.groups[1].window, 100);
     EXPECT_EQ(capacity.groups[1].layers, 3);
     EXPECT_EQ(capacity.rank_bytes, capacity.groups[0].rank_bytes + capacity.groups[1].rank_bytes);
+    for (const auto& [window, blocks] :
+         {std::pair{1, 1}, {2, 2}, {65, 2}, {66, 3}, {129, 3}, {960, 16}, {1 << 20, 16}}) {
+        windows.geometry.groups[1].window = window;
+        EXPECT_EQ(compute(windows).groups[1].blocks_per_sequence, blocks) << window;
+    }
     windows.context = 64;
     EXPECT_EQ(compute(windows).groups[1].blocks_per_sequence, 1);
 }

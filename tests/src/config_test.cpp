@@ -138,11 +138,9 @@ TEST(Validate, Geometry) {
 TEST(Validate, LayerGroups) {
     EXPECT_EQ(errorAfter([](CacheConfig& c) { c.geometry.groups.clear(); }),
               "geometry: no layer has KV");
-    EXPECT_EQ(errorAfter([](CacheConfig& c) { c.geometry.groups.front().window = 128; }),
-              "window 128: shorter than the max sequence length 4096; this version decodes without "
-              "sliding windows only");
-    EXPECT_EQ(errorAfter([](CacheConfig& c) { c.geometry.groups.front().window = 4096; }),
-              "(no error)");
+    for (const std::int64_t window : {std::int64_t{1}, std::int64_t{128}, std::int64_t{4096}, most})
+        EXPECT_EQ(errorAfter([=](CacheConfig& c) { c.geometry.groups.front().window = window; }),
+                  "(no error)");
     EXPECT_EQ(errorAfter([](CacheConfig& c) { c.geometry.groups.front().window = -1; }),
               "window -1: at least 0");
     EXPECT_EQ(errorAfter([](CacheConfig& c) {
@@ -160,15 +158,32 @@ TEST(Validate, LayerGroups) {
     EXPECT_EQ(
         errorAfter([](CacheConfig& c) { c.geometry.groups.push_back(c.geometry.groups.front()); }),
         "geometry: layer 0 is out of order or in two groups");
-    EXPECT_EQ(errorAfter([](CacheConfig& c) {
-                  c.geometry.groups.push_back(c.geometry.groups.front());
-                  c.geometry.groups[0].layers = {0, 1};
-                  c.geometry.groups[1].layers = {2, 3};
+    // Every group must be one that is decoded.
+    const auto second = [](auto change) {
+        return errorAfter([=](CacheConfig& c) {
+            c.geometry.groups.push_back(c.geometry.groups.front());
+            c.geometry.groups[0].layers = {0, 1};
+            c.geometry.groups[1].layers = {2, 3};
+            change(c.geometry.groups[1]);
+        });
+    };
+    EXPECT_EQ(second([](LayerGroup& group) { group.window = 100; }), "(no error)");
+    EXPECT_EQ(second([](LayerGroup& group) { group.head_dim = 72; }),
+              "head dim 72: 64, 80, 96, 128 or 256");
+    EXPECT_EQ(second([](LayerGroup& group) { group.kv_heads = 3; }),
+              "query heads 32 are not a multiple of the 3 KV heads");
+    EXPECT_EQ(second([](LayerGroup& group) { group.head_dim = 64; }), "rotary dim 128: 0 to 64");
+    EXPECT_EQ(second([](LayerGroup& group) {
+                  group.head_dim = 64;
+                  group.rotary = RotaryEmbedding{.dim = 64, .scaling = {}};
               }),
-              "geometry: 2 layer groups; this version decodes one");
+              "(no error)");
+    EXPECT_EQ(
+        second([](LayerGroup& group) { group.rotary = RotaryEmbedding{.dim = 3, .scaling = {}}; }),
+        "rotary dim 3 is odd");
     // Layers without KV are in no group: counted, not decoded yet.
     EXPECT_EQ(errorAfter([](CacheConfig& c) { c.geometry.groups.front().layers = {3}; }),
-              "geometry: every layer must be in the layer group");
+              "geometry: every layer must be in a layer group");
 }
 
 TEST(Validate, Grid) {

@@ -201,12 +201,12 @@ CoordinatorConfig contextsConfig(int contexts, std::int64_t device_blocks) {
     config.limits = {.max_sequences = 4,
                      .max_sequence_length = 4096,
                      .max_step_tokens = 4096,
-                     .groups = 1,
                      .contexts = contexts,
-                     .blocks_per_sequence = 4096 / contexts / 64,
-                     .device_blocks = device_blocks,
-                     .host_blocks = 0};
+                     .groups = {{.blocks_per_sequence = 4096 / contexts / 64,
+                                 .device_blocks = device_blocks,
+                                 .host_blocks = 0}}};
     config.block_sizes = {64};
+    config.windows = {0};
     return config;
 }
 
@@ -241,9 +241,10 @@ TEST_F(CoordinatorBlocksTest, AllocateCountsTheLargestShare) {
 
 TEST_F(CoordinatorBlocksTest, OneShortPoolFailsTheRunAndTouchesNoOther) {
     CoordinatorConfig config = smallConfig(8, 2);
-    config.limits.groups = 2;
+    config.limits.groups.push_back(config.limits.of(0));
+    config.limits.groups[1].blocks_per_sequence = 8;
     config.block_sizes = {4, 2};
-    config.limits.blocks_per_sequence = 8;
+    config.windows = {0, 0};
     start(config);
     const SequenceId first = allocate();
     const SequenceId second = allocate();
@@ -259,7 +260,7 @@ TEST_F(CoordinatorBlocksTest, OneShortPoolFailsTheRunAndTouchesNoOther) {
 TEST_F(CoordinatorBlocksTest, AContiguousCacheIsOneBlockASequence) {
     CoordinatorConfig config = smallConfig(2, 1);
     config.block_sizes = {256};
-    config.limits.blocks_per_sequence = 1;
+    config.limits.groups[0].blocks_per_sequence = 1;
     start(config);
     const SequenceId first = allocate();
     const SequenceId second = allocate();

@@ -20,12 +20,12 @@ inline CoordinatorConfig smallConfig(std::int64_t device_blocks, std::int64_t ho
     config.limits = {.max_sequences = 4,
                      .max_sequence_length = 16,
                      .max_step_tokens = 20,
-                     .groups = 1,
                      .contexts = 1,
-                     .blocks_per_sequence = 4,
-                     .device_blocks = device_blocks,
-                     .host_blocks = host_blocks};
+                     .groups = {{.blocks_per_sequence = 4,
+                                 .device_blocks = device_blocks,
+                                 .host_blocks = host_blocks}}};
     config.block_sizes = {4};
+    config.windows = {0};
     return config;
 }
 

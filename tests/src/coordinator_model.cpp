@@ -16,6 +16,7 @@ void CoordinatorModel::beginStep() {
         Sequence& sequence = sequences_.at(run->id);
         sequence.in_step = false;
         sequence.last_use = ++clock_;
+        slideWindows(run->id);
     }
     runs_.clear();
 }
@@ -53,7 +54,7 @@ void CoordinatorModel::advance(std::span<const std::int64_t> accepted) {
 }
 
 std::int64_t CoordinatorModel::freeDevice(int pool) const {
-    std::int64_t free = config_.limits.device_blocks;
+    std::int64_t free = limitsOf(pool).device_blocks;
     for (const auto& [id, sequence] : sequences_) {
         free -= sequence.shares[static_cast<std::size_t>(pool)].device;
     }
@@ -61,7 +62,7 @@ std::int64_t CoordinatorModel::freeDevice(int pool) const {
 }
 
 std::int64_t CoordinatorModel::freeHost(int pool) const {
-    std::int64_t free = config_.limits.host_blocks;
+    std::int64_t free = limitsOf(pool).host_blocks;
     for (const auto& [id, sequence] : sequences_) {
         free -= sequence.shares[static_cast<std::size_t>(pool)].host;
     }
@@ -69,20 +70,50 @@ std::int64_t CoordinatorModel::freeHost(int pool) const {
 }
 
 std::int64_t CoordinatorModel::blocksOf(std::int32_t id, int pool, std::int64_t tokens) const {
+    return (ownedOf(id, pool, tokens) + blockSize(pool) - 1) / blockSize(pool);
+}
+
+void CoordinatorModel::slideWindows(std::int32_t id) {
+    Sequence& sequence = sequences_.at(id);
+    for (int pool = 0; pool < pools(); ++pool) {
+        Share& share = sequence.shares[static_cast<std::size_t>(pool)];
+        const std::int64_t behind = blocksBehind(id, pool, sequence.length);
+        share.device -= behind - share.behind;
+        share.behind = behind;
+    }
+}
+
+std::int64_t CoordinatorModel::ownedOf(std::int32_t id, int pool, std::int64_t tokens) const {
     const PlanLimits& limits = config_.limits;
-    const std::int64_t owned =
-        ownedTokens(tokens, id % limits.max_sequences, pool % limits.contexts, limits.contexts);
-    return (owned + blockSize(pool) - 1) / blockSize(pool);
+    return ownedTokens(tokens, id % limits.max_sequences, pool % limits.contexts, limits.contexts);
+}
+
+std::int64_t CoordinatorModel::blocksBehind(std::int32_t id, int pool, std::int64_t length) const {
+    // The token at position `length` sees as many as the window, its own included.
+    const std::int64_t behind =
+        window(pool) == 0 ? 0 : std::max<std::int64_t>(0, length + 1 - window(pool));
+    return ownedOf(id, pool, behind) / blockSize(pool);
+}
+
+// Grows it token by token.
+bool CoordinatorModel::couldEverFit(std::int64_t max_length) {
+    const auto [known, is_new] = fits_.try_emplace(max_length, true);
+    for (std::int32_t slot = 0; is_new && slot < config_.limits.contexts; ++slot) {
+        for (int pool = 0; pool < pools(); ++pool) {
+            for (std::int64_t length = 0; length < max_length; ++length) {
+                const std::int64_t held =
+                    blocksOf(slot, pool, length + 1) - blocksBehind(slot, pool, length);
+                if (held > limitsOf(pool).device_blocks) known->second = false;
+            }
+        }
+    }
+    return known->second;
 }
 
 CoordinatorModel::Status CoordinatorModel::allocate(const Request& request, std::int32_t given) {
     const PlanLimits& limits = config_.limits;
     if (request.tokens <= 0 || request.tokens > limits.max_sequence_length) return Status::never;
-    for (std::int32_t slot = 0; slot < limits.contexts; ++slot) {
-        for (int pool = 0; pool < pools(); ++pool) {
-            if (blocksOf(slot, pool, request.tokens) > limits.device_blocks) return Status::never;
-        }
-    }
+    if (!couldEverFit(request.tokens)) return Status::never;
     if (static_cast<int>(sequences_.size()) == limits.max_sequences) return Status::wait;
     sequences_[given] = {.max_length = request.tokens,
                          .priority = request.priority,
@@ -100,6 +131,11 @@ CoordinatorModel::Status CoordinatorModel::run(std::int32_t id, std::int64_t tok
         sequence.length + tokens > sequence.max_length || sequence.paused || sequence.in_step) {
         return Status::never;
     }
+    for (int pool = 0; pool < pools(); ++pool) {
+        const std::int64_t behind = sequence.shares[static_cast<std::size_t>(pool)].behind;
+        if (blocksOf(id, pool, sequence.length + tokens) - behind > limitsOf(pool).device_blocks)
+            return Status::never;
+    }
     if (taken + tokens > limits.max_step_tokens) return Status::wait;
     const auto before = sequences_;
     sequence.in_step = true;
@@ -115,7 +151,7 @@ CoordinatorModel::Status CoordinatorModel::run(std::int32_t id, std::int64_t tok
 // Moves one block at a time for as long as one can move.
 bool CoordinatorModel::bringIn(std::int32_t id, int pool, std::int64_t length) {
     Share& share = sequences_.at(id).shares[static_cast<std::size_t>(pool)];
-    const std::int64_t held = share.device + share.host;
+    const std::int64_t held = share.behind + share.device + share.host;
     std::int64_t fresh = std::max<std::int64_t>(0, blocksOf(id, pool, length) - held);
     std::int64_t offload = fresh + share.host - freeDevice(pool);
     while (share.host > 0 || fresh > 0) {

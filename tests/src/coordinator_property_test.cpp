@@ -144,7 +144,8 @@ struct Setting {
     std::int64_t step;    // tokens
     int contexts;
     std::vector<std::int64_t> block_sizes;
-    std::int64_t device_blocks;
+    std::vector<std::int64_t> windows;
+    std::int64_t device_blocks;  // of each layer group
     std::int64_t host_blocks;
     std::int64_t operations;  // plans and commits
 };
@@ -154,30 +155,34 @@ CoordinatorConfig configOf(const Setting& setting) {
     config.limits.max_sequences = setting.sequences;
     config.limits.max_sequence_length = setting.length;
     config.limits.max_step_tokens = setting.step;
-    config.limits.groups = static_cast<int>(setting.block_sizes.size());
     config.limits.contexts = setting.contexts;
-    config.limits.device_blocks = setting.device_blocks;
-    config.limits.host_blocks = setting.host_blocks;
     for (const std::int64_t size : setting.block_sizes) {
         const std::int64_t owned = mostOwnedTokens(setting.length, setting.contexts);
-        config.limits.blocks_per_sequence =
-            std::max(config.limits.blocks_per_sequence, (owned + size - 1) / size);
+        config.limits.groups.push_back({.blocks_per_sequence = (owned + size - 1) / size,
+                                        .device_blocks = setting.device_blocks,
+                                        .host_blocks = setting.host_blocks});
     }
     config.block_sizes = setting.block_sizes;
+    config.windows = setting.windows;
     return config;
 }
 
 const std::vector<Setting>& settings() {
     static const std::vector<Setting> all{
-        {"tiny tiers", 5, 16, 12, 1, {4}, 6, 3, 400000},
-        {"one spare block", 4, 12, 12, 1, {2}, 6, 6, 100000},
-        {"no host tier", 5, 16, 8, 1, {4}, 7, 0, 100000},
-        {"block size 1", 4, 6, 6, 1, {1}, 8, 6, 100000},
-        {"one block a sequence", 6, 64, 64, 1, {64}, 3, 2, 100000},
-        {"two layer groups", 4, 16, 12, 1, {4, 8}, 5, 3, 100000},
-        {"two contexts", 4, 2048, 1024, 2, {128}, 10, 5, 60000},
-        {"four contexts, two groups", 3, 4096, 3000, 4, {256, 64}, 18, 9, 40000},
-        {"longer than the tier", 4, 64, 16, 1, {4}, 8, 4, 100000},
+        {"tiny tiers", 5, 16, 12, 1, {4}, {0}, 6, 3, 400000},
+        {"one spare block", 4, 12, 12, 1, {2}, {0}, 6, 6, 100000},
+        {"no host tier", 5, 16, 8, 1, {4}, {0}, 7, 0, 100000},
+        {"block size 1", 4, 6, 6, 1, {1}, {0}, 8, 6, 100000},
+        {"one block a sequence", 6, 64, 64, 1, {64}, {0}, 3, 2, 100000},
+        {"two layer groups", 4, 16, 12, 1, {4, 8}, {0, 0}, 5, 3, 100000},
+        {"two contexts", 4, 2048, 1024, 2, {128}, {0}, 10, 5, 60000},
+        {"four contexts, two groups", 3, 4096, 3000, 4, {256, 64}, {0, 0}, 18, 9, 40000},
+        {"longer than the tier", 4, 64, 16, 1, {4}, {0}, 8, 4, 100000},
+        {"a window", 5, 64, 8, 1, {4}, {6}, 7, 4, 100000},
+        {"a window of one", 4, 24, 6, 1, {1}, {1}, 9, 5, 60000},
+        {"a window as long as the sequence", 4, 16, 12, 1, {4}, {16}, 6, 3, 60000},
+        {"two windows and none", 4, 32, 12, 1, {2, 4, 8}, {5, 0, 16}, 9, 5, 100000},
+        {"two contexts, a window", 4, 2048, 600, 2, {128, 64}, {0, 300}, 12, 6, 40000},
     };
     return all;
 }
@@ -197,6 +202,7 @@ void add(CoordinatorRig::Coverage& sum, const CoordinatorRig::Coverage& more) {
     sum.never += more.never;
     sum.offloaded += more.offloaded;
     sum.restored += more.restored;
+    sum.left_behind += more.left_behind;
     sum.alternating_plans += more.alternating_plans;
     sum.cancelled_copies += more.cancelled_copies;
     sum.partial_accepts += more.partial_accepts;
@@ -224,9 +230,9 @@ TEST(CoordinatorProperty, AMillionRandomOperationsKeepEveryInvariant) {
         std::cout << setting.name << ": " << of_setting.plans << " plans, " << of_setting.advances
                   << " commits; requests: " << of_setting.done << " done, " << of_setting.wait
                   << " wait, " << of_setting.never << " never; blocks: " << of_setting.offloaded
-                  << " offloaded, " << of_setting.restored << " restored; "
-                  << of_setting.alternating_plans << " alternating plans, "
-                  << of_setting.cancelled_copies << " copies cancelled\n";
+                  << " offloaded, " << of_setting.restored << " restored, "
+                  << of_setting.left_behind << " left behind; " << of_setting.alternating_plans
+                  << " alternating plans, " << of_setting.cancelled_copies << " copies cancelled\n";
         add(sum, of_setting);
     }
     EXPECT_GE(sum.plans + sum.advances, 1'000'000);
@@ -236,6 +242,7 @@ TEST(CoordinatorProperty, AMillionRandomOperationsKeepEveryInvariant) {
     EXPECT_GE(sum.never, 50'000);
     EXPECT_GE(sum.offloaded, 50'000);
     EXPECT_GE(sum.restored, 20'000);
+    EXPECT_GE(sum.left_behind, 20'000);
     EXPECT_GE(sum.alternating_plans, 1'000);
     EXPECT_GE(sum.cancelled_copies, 500);
     EXPECT_GE(sum.partial_accepts, 10'000);
@@ -244,7 +251,7 @@ TEST(CoordinatorProperty, AMillionRandomOperationsKeepEveryInvariant) {
 
 // Larger tiers; the whole state is gone through once in 64 steps.
 TEST(CoordinatorProperty, LargePools) {
-    const Setting setting{"large", 256, 1024, 512, 1, {16}, 3000, 1500, 0};
+    const Setting setting{"large", 256, 1024, 512, 1, {16, 16}, {0, 100}, 3000, 1500, 0};
     std::mt19937_64 random(5);
     Driver driver(configOf(setting));
     for (int op = 0; op < 60000; ++op) {

@@ -27,12 +27,13 @@ bool sameBytes(const std::vector<Record>& left, const std::vector<Record>& right
 
 BlockMemory::BlockMemory(const CoordinatorConfig& config)
     : contexts_(config.limits.contexts),
-      device_(static_cast<std::size_t>(config.limits.groups * config.limits.contexts)),
+      device_(config.limits.pools()),
       host_(device_.size()) {
-    for (auto& pool : device_)
-        pool.resize(static_cast<std::size_t>(config.limits.device_blocks));
-    for (auto& pool : host_)
-        pool.resize(static_cast<std::size_t>(config.limits.host_blocks));
+    for (std::size_t pool = 0; pool < device_.size(); ++pool) {
+        const GroupLimits& group = config.limits.of(static_cast<int>(pool) / contexts_);
+        device_[pool].resize(static_cast<std::size_t>(group.device_blocks));
+        host_[pool].resize(static_cast<std::size_t>(group.host_blocks));
+    }
 }
 
 void BlockMemory::execute(std::span<const CopyRecord> copies) {
@@ -87,8 +88,13 @@ CoordinatorRig::CoordinatorRig(const CoordinatorConfig& config)
       model_(config),
       replica_(config.limits),
       memory_(config),
-      places_(static_cast<std::size_t>(config.limits.max_sequences * model_.pools() *
-                                       config.limits.blocks_per_sequence)) {}
+      most_logical_(std::max_element(config.limits.groups.begin(), config.limits.groups.end(),
+                                     [](auto& a, auto& b) {
+                                         return a.blocks_per_sequence < b.blocks_per_sequence;
+                                     })
+                        ->blocks_per_sequence),
+      places_(
+          static_cast<std::size_t>(config.limits.max_sequences * model_.pools() * most_logical_)) {}
 
 CoordinatorRig::Problem CoordinatorRig::step(std::span<const Request> requests, bool check) {
     if (open_) ++coverage_.dropped_steps;
@@ -253,7 +259,6 @@ CoordinatorRig::Problem CoordinatorRig::checkAll() const {
 // Each sequence has its blocks, device ones first, as many in each tier as the model says; nobody
 // else has them; and nothing else is in the tables.
 CoordinatorRig::Problem CoordinatorRig::checkTables() const {
-    const auto most = config_.limits.blocks_per_sequence;
     std::set<std::tuple<int, Tier, std::int32_t>> owned;
     std::int64_t expected = 0;
     for (const auto& [id, sequence] : model_.sequences()) {
@@ -261,11 +266,13 @@ CoordinatorRig::Problem CoordinatorRig::checkTables() const {
         for (int pool = 0; pool < model_.pools(); ++pool) {
             const auto& share = sequence.shares[static_cast<std::size_t>(pool)];
             expected += share.device + share.host;
-            for (std::int64_t logical = 0; logical < most; ++logical) {
+            for (std::int64_t logical = 0; logical < most_logical_; ++logical) {
                 const Place& place = places_[placeIndex(slot, pool, logical)];
-                const Tier tier = logical < share.device                ? Tier::device
-                                  : logical < share.device + share.host ? Tier::host
-                                                                        : Tier::none;
+                const std::int64_t held = logical - share.behind;
+                const Tier tier = held < 0                           ? Tier::none
+                                  : held < share.device              ? Tier::device
+                                  : held < share.device + share.host ? Tier::host
+                                                                     : Tier::none;
                 if (place.tier != tier) {
                     return fmt::format("sequence {}, pool {}: block {} is in another tier", id,
                                        pool, logical);
@@ -289,7 +296,8 @@ CoordinatorRig::Problem CoordinatorRig::checkMemory(std::int32_t id) const {
         const std::int64_t size = model_.blockSize(pool);
         const std::int64_t tokens =
             ownedTokens(length, slot, pool % config_.limits.contexts, config_.limits.contexts);
-        for (std::int64_t logical = 0; logical * size < tokens; ++logical) {
+        for (std::int64_t logical = firstSeenBlock(slot, pool, length); logical * size < tokens;
+             ++logical) {
             const Place& place = places_[placeIndex(slot, pool, logical)];
             if (!memory_.holds(pool, place.tier, place.block, id, logical,
                                std::min(size, tokens - logical * size))) {
@@ -301,6 +309,15 @@ CoordinatorRig::Problem CoordinatorRig::checkMemory(std::int32_t id) const {
     return std::nullopt;
 }
 
+// The block of the first owned token that the token at position `length` sees, or past the end.
+std::int64_t CoordinatorRig::firstSeenBlock(std::int32_t slot, int pool,
+                                            std::int64_t length) const {
+    const int contexts = config_.limits.contexts;
+    const std::int64_t window = model_.window(pool);
+    const std::int64_t first = window == 0 || length < window ? 0 : length - (window - 1);
+    return ownedTokens(first, slot, pool % contexts, contexts) / model_.blockSize(pool);
+}
+
 std::uint64_t CoordinatorRig::digestFromScratch() const {
     MetadataDigest digest;
     const int contexts = config_.limits.contexts;
@@ -308,8 +325,7 @@ std::uint64_t CoordinatorRig::digestFromScratch() const {
         const std::int32_t slot = id % config_.limits.max_sequences;
         digest.addSequence(slot, id, sequence.max_length, sequence.length);
         for (int pool = 0; pool < model_.pools(); ++pool) {
-            for (std::int64_t logical = 0; logical < config_.limits.blocks_per_sequence;
-                 ++logical) {
+            for (std::int64_t logical = 0; logical < most_logical_; ++logical) {
                 const Place& place = places_[placeIndex(slot, pool, logical)];
                 digest.addEntry({.slot = slot,
                                  .group = static_cast<std::int16_t>(pool / contexts),
@@ -324,8 +340,7 @@ std::uint64_t CoordinatorRig::digestFromScratch() const {
 }
 
 std::size_t CoordinatorRig::placeIndex(std::int32_t slot, int pool, std::int64_t logical) const {
-    return static_cast<std::size_t>((std::int64_t{slot} * model_.pools() + pool) *
-                                        config_.limits.blocks_per_sequence +
+    return static_cast<std::size_t>((std::int64_t{slot} * model_.pools() + pool) * most_logical_ +
                                     logical);
 }
 
@@ -341,7 +356,9 @@ std::vector<std::int32_t> CoordinatorRig::idsBySlot() const {
 void CoordinatorRig::noteOffloads(const std::vector<std::int32_t>& ids_before) {
     for (const TableRecord& record : plan_.tables) {
         const std::int32_t id = ids_before[static_cast<std::size_t>(record.slot)];
-        if (record.tier != Tier::host || model_.sequences().count(id) == 0) continue;
+        if (model_.sequences().count(id) == 0) continue;
+        if (record.tier == Tier::none) ++coverage_.left_behind;
+        if (record.tier != Tier::host) continue;
         ever_offloaded_.insert(
             {id, record.group * config_.limits.contexts + record.context, record.logical});
     }

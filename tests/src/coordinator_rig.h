@@ -58,6 +58,7 @@ public:
         std::int64_t plans = 0, advances = 0, requests = 0;
         std::int64_t done = 0, wait = 0, never = 0;
         std::int64_t offloaded = 0, restored = 0;
+        std::int64_t left_behind = 0;        // blocks that a window has left
         std::int64_t alternating_plans = 0;  // more than two runs of copies in one pool
         std::int64_t cancelled_copies = 0;  // offloads that a release in the same step made useless
         std::int64_t partial_accepts = 0, dropped_steps = 0;
@@ -88,6 +89,8 @@ private:
     [[nodiscard]] Problem checkAll() const;
     [[nodiscard]] Problem checkTables() const;
     [[nodiscard]] Problem checkMemory(std::int32_t id) const;
+    [[nodiscard]] std::int64_t firstSeenBlock(std::int32_t slot, int pool,
+                                              std::int64_t length) const;
     [[nodiscard]] std::uint64_t digestFromScratch() const;
     [[nodiscard]] std::size_t placeIndex(std::int32_t slot, int pool, std::int64_t logical) const;
     void countCopies();
@@ -100,6 +103,7 @@ private:
     CoordinatorModel model_;
     Replica replica_;
     BlockMemory memory_;
+    std::int64_t most_logical_;  // blocks a sequence and pool
     std::vector<Place> places_;  // [slot][pool][logical]
     std::vector<std::int32_t> released_;
     std::set<std::tuple<std::int32_t, int, std::int32_t>> ever_offloaded_;  // (id, pool, logical)

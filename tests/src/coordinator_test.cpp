@@ -356,21 +356,26 @@ TEST(Coordinator, RefusesLimitsThatContradictEachOther) {
     };
     thrown([](auto& config) { config.limits.max_sequences = 0; });
     thrown([](auto& config) { config.limits.max_sequences = (1 << 30) + 1; });
-    thrown([](auto& config) { config.limits.groups = 2; });
+    thrown([](auto& config) { config.limits.groups.push_back(config.limits.of(0)); });
+    thrown([](auto& config) { config.block_sizes.push_back(4); });
+    thrown([](auto& config) { config.windows.clear(); });
+    thrown([](auto& config) { config.windows = {-1}; });
+    thrown([](auto& config) { config.windows = {17}; });
     thrown([](auto& config) { config.limits.contexts = 0; });
     thrown([](auto& config) { config.limits.contexts = 3; });
-    thrown([](auto& config) { config.limits.device_blocks = -1; });
-    thrown([](auto& config) { config.limits.host_blocks = -1; });
-    thrown([](auto& config) { config.limits.blocks_per_sequence = 3; });
+    thrown([](auto& config) { config.limits.groups[0].device_blocks = -1; });
+    thrown([](auto& config) { config.limits.groups[0].host_blocks = -1; });
+    thrown([](auto& config) { config.limits.groups[0].blocks_per_sequence = 3; });
     thrown([](auto& config) { config.block_sizes = {0}; });
     EXPECT_NO_THROW(Coordinator{smallConfig(4, 4)});
 }
 
 TEST(Coordinator, NobodyHasBlocksOutsideTheGrid) {
     CoordinatorConfig config = smallConfig(4, 3);
-    config.limits.groups = 2;
+    config.limits.groups.push_back(config.limits.of(0));
     config.limits.contexts = 2;
     config.block_sizes = {4, 4};
+    config.windows = {0, 0};
     const Coordinator coordinator(config);
     EXPECT_EQ(coordinator.freeBlocks(Tier::device, 1, 1), 4);
     EXPECT_EQ(coordinator.freeBlocks(Tier::host, 1, 1), 3);

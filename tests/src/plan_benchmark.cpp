@@ -45,9 +45,11 @@ CoordinatorConfig configOf(int sequences, int steps) {
     config.limits.max_sequences = sequences;
     config.limits.max_sequence_length = block_size + steps;
     config.limits.max_step_tokens = sequences * block_size;
-    config.limits.blocks_per_sequence = config.limits.max_sequence_length / block_size + 1;
-    config.limits.device_blocks = sequences * config.limits.blocks_per_sequence;
+    const std::int64_t blocks = config.limits.max_sequence_length / block_size + 1;
+    config.limits.groups = {
+        {.blocks_per_sequence = blocks, .device_blocks = sequences * blocks, .host_blocks = 0}};
     config.block_sizes = {block_size};
+    config.windows = {0};
     return config;
 }
 
