@@ -176,15 +176,23 @@ private:
 };
 
 double BenchRun::kvBytes(const Batch& batch, int step) const {
-    double tokens = 0;
-    for (const std::int64_t length : batch.lengths)
-        tokens += static_cast<double>(length - options_.steps + 1 + step);
     const CacheConfig& config = setup_.config;
-    const int kv_heads = setup_.kvHeads() / config.grid.heads;
-    const auto row_bytes =
-        static_cast<double>(bytesPerElement(config.kv_format)) * setup_.headDim() +
-        static_cast<double>(scaleBytes(config.kv_format, config.block_size)) / config.block_size;
-    return tokens * config.geometry.layers * kv_heads * 2.0 * row_bytes;
+    double bytes = 0;
+    for (const LayerGroup& group : config.geometry.groups) {
+        std::int64_t tokens = 0;  // that one layer's queries see
+        for (const std::int64_t length : batch.lengths) {
+            const std::int64_t all = length - options_.steps + 1 + step;
+            tokens += group.window == 0 ? all : std::min(all, group.window);
+        }
+        const int kv_heads = group.kv_heads / config.grid.heads;
+        const auto row_bytes =
+            static_cast<double>(bytesPerElement(config.kv_format)) * group.head_dim +
+            static_cast<double>(scaleBytes(config.kv_format, config.block_size)) /
+                config.block_size;
+        bytes += static_cast<double>(tokens) * static_cast<double>(group.layers.size()) * kv_heads *
+                 2.0 * row_bytes;
+    }
+    return bytes;
 }
 
 void BenchRun::print(const std::string& text) {

@@ -6,6 +6,8 @@
 #include <limits>
 #include <utility>
 
+#include <kvgrid/capacity.h>
+
 #include "launch/decode_run.h"
 #include "launch/trace.h"
 
@@ -20,7 +22,7 @@ tl::unexpected<Failure> invalid(std::string message) {
     return failure(ErrorCode::invalid_argument, std::move(message));
 }
 
-// The part of the model that runs, with one layer group.
+// The part of the model that runs.
 Result<Geometry> decodedGeometry(const ModelConfig& model, const DecodeOptions& options,
                                  std::int64_t longest) {
     if (model.max_positions > 0 && longest > model.max_positions) {
@@ -154,7 +156,12 @@ ProcessOptions processOptions(const DecodeOptions& options) {
 
 std::int64_t DecodeSetup::blocksOf(std::int64_t tokens) const noexcept {
     if (config.layout == PoolLayout::contiguous) return 1;
-    return (tokens - 1) / config.block_size + 1;
+    std::int64_t most = 0;
+    for (const LayerGroup& group : config.geometry.groups) {
+        most = std::max(most,
+                        blocksOfSequence(group, tokens, DecodeRun::fill_tokens, config.block_size));
+    }
+    return most;
 }
 
 Result<DecodeSetup> prepareDecode(const DecodeOptions& options, const Process& process) {
@@ -200,7 +207,6 @@ Result<DecodeSetup> prepareDecode(const DecodeOptions& options, const Process& p
     DecodeSetup setup{.model = std::move(*model),
                       .config = std::move(config),
                       .batches = std::move(*batches),
-                      .layers = geometry->groups.front().layers,
                       .decoded = decoded,
                       .graph = *graph};
     const auto blocks = neededBlocks(setup);

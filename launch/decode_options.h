@@ -63,14 +63,13 @@ struct DecodeSetup {
     ModelConfig model;
     CacheConfig config;  // device_blocks: what the largest batch needs
     std::vector<Batch> batches;
-    std::vector<int> layers;   // with KV
     std::int64_t decoded = 0;  // tokens of a sequence: warmup + steps
     bool graph = false;        // steps are captured and launched as CUDA graphs
 
     [[nodiscard]] int queryHeads() const noexcept { return config.geometry.query_heads; }
     [[nodiscard]] int kvHeads() const noexcept { return config.geometry.groups.front().kv_heads; }
     [[nodiscard]] int headDim() const noexcept { return config.geometry.groups.front().head_dim; }
-    // Device blocks that a sequence of so many tokens takes.
+    // Device blocks that a sequence of so many tokens takes in the layer group that needs most.
     [[nodiscard]] std::int64_t blocksOf(std::int64_t tokens) const noexcept;
 };
 

@@ -20,6 +20,17 @@ void describeModel(Report& report, const DecodeOptions& options, const DecodeSet
         geometry.layers, geometry.query_heads, setup.kvHeads(), setup.headDim(),
         options.share_of > 1 ? fmt::format(" (the share of one rank of {})", options.share_of)
                              : ""));
+    std::vector<Row> group_rows;
+    for (const LayerGroup& group : geometry.groups) {
+        const auto layers = static_cast<std::int64_t>(group.layers.size());
+        Cell window;
+        if (group.window > 0) {
+            window = group.window;
+            report.note(fmt::format("windows: {} layers see {} tokens", layers, group.window));
+        }
+        group_rows.push_back({layers, window});
+    }
+    report.list("layer_groups", {"layers", "window_tokens"}, std::move(group_rows));
     report.fact("model", setup.model.name);
     report.fact("layers", std::int64_t{geometry.layers});
     report.fact("share_of", std::int64_t{options.share_of});

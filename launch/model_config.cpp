@@ -116,7 +116,7 @@ Result<Geometry> decodableGeometry(const ModelConfig& model, std::int64_t longes
         const auto alike = std::find_if(
             geometry.groups.begin(), geometry.groups.end(), [&](const LayerGroup& other) {
                 return other.window == group.window && other.kv_heads == group.kv_heads &&
-                       other.head_dim == group.head_dim;
+                       other.head_dim == group.head_dim && other.rotary == group.rotary;
             });
         if (alike == geometry.groups.end()) {
             geometry.groups.push_back(std::move(group));
@@ -124,11 +124,6 @@ Result<Geometry> decodableGeometry(const ModelConfig& model, std::int64_t longes
         }
         alike->layers.insert(alike->layers.end(), group.layers.begin(), group.layers.end());
         std::sort(alike->layers.begin(), alike->layers.end());
-    }
-    if (geometry.groups.size() != 1) {
-        return failure(ErrorCode::invalid_argument,
-                       fmt::format("{}: {} groups of layers; one is decoded so far", model.name,
-                                   geometry.groups.size()));
     }
     return geometry;
 }

@@ -26,7 +26,8 @@ struct ModelConfig {
     std::string path;
     std::string model_type;    // empty: not in the file
     Geometry geometry;         // windows as in the file; those that no position meets are 0
-    RotaryEmbedding rotary;    // dim 0: none, or an obstacle stands in its place
+    RotaryEmbedding rotary;    // of layers without one of their own; dim 0: none, or an obstacle
+                               // stands in its place
     double softmax_scale = 0;  // of q.k; 0: 1 / sqrt(head_dim)
     double logit_softcap = 0;  // as of CacheConfig; 0: none
     bool attention_sinks = false;

@@ -19,7 +19,8 @@ struct Family {
     std::string_view model_type;
     Positions positions = Positions::rotate_half;
     double rotary_share = 1.0;      // of a head that is rotated
-    bool two_rotaries = false;      // sliding layers have another rotary embedding than full ones
+    double theta = 10000.0;         // of the rotary embedding, unless the file says so
+    double sliding_theta = 0;       // of that which layers with a window have instead; 0: the same
     bool multi_query = false;       // one KV head unless the file says otherwise
     std::int64_t window = 0;        // tokens; 0: none unless the file says so
     bool window_off = false;        // a window counts only with use_sliding_window: true

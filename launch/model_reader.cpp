@@ -106,8 +106,8 @@ public:
         readHeads();
         config_.max_positions = model_.integer(positions_keys, 1).value_or(0);
         readDtype();
-        readLayers();
         readRotary();
+        readLayers();
         readSoftmax();
         readObstacles();
     }
@@ -177,16 +177,21 @@ private:
 
     void readLayers() {
         const std::vector<LayerKind> kinds = layerKinds();
-        std::map<std::int64_t, LayerGroup> groups;  // by window, no window first
+        std::map<bool, LayerGroup> groups;  // by whether they slide
         for (std::size_t layer = 0; layer < kinds.size(); ++layer) {
             if (kinds[layer] == LayerKind::without_kv) continue;
-            const std::int64_t window = kinds[layer] == LayerKind::sliding ? window_ : 0;
-            LayerGroup& group = groups.try_emplace(window, shape_).first->second;
-            group.window = window;
+            // A window that no position meets makes no layer another, a rotary embedding does.
+            const bool sliding =
+                kinds[layer] == LayerKind::sliding && (window_ > 0 || sliding_rotary_);
+            LayerGroup& group = groups.try_emplace(sliding, shape_).first->second;
+            if (sliding) {
+                group.window = window_;
+                group.rotary = sliding_rotary_;
+            }
             group.layers.push_back(static_cast<int>(layer));
         }
         if (groups.empty()) model_.fail("layer_types", "no layer has KV");
-        for (auto& [window, group] : groups)
+        for (auto& [sliding, group] : groups)
             config_.geometry.groups.push_back(std::move(group));
     }
 
@@ -198,7 +203,7 @@ private:
         std::vector<LayerKind> kinds(layers, LayerKind::full);
         const auto linear_every =
             model_.integer({"full_attention_interval"}, 1).value_or(family_.linear_every);
-        if (window_ > 0) markSliding(kinds);
+        if (window_ > 0 || sliding_rotary_) markSliding(kinds);
         for (std::size_t layer = 0; linear_every > 0 && layer < layers; ++layer) {
             if ((static_cast<std::int64_t>(layer) + 1) % linear_every != 0) {
                 kinds[layer] = LayerKind::without_kv;
@@ -265,11 +270,16 @@ private:
         const bool interleaved = family_.positions == Positions::interleaved;
         if (!interleaved && family_.positions != Positions::rotate_half) return;
         config_.rotary.dim = static_cast<int>(rotaryDim());
-        config_.rotary.theta = model_.positive(theta_keys).value_or(10000.0);
+        config_.rotary.theta = model_.positive(theta_keys).value_or(family_.theta);
         if (interleaved) {
             obstacle("model_type", fmt::format("{} rotates neighbouring elements, which is not "
                                                "computed yet",
                                                config_.model_type));
+        }
+        if (family_.sliding_theta > 0) {
+            sliding_rotary_ = config_.rotary;
+            sliding_rotary_->theta =
+                model_.positive({"rope_local_base_freq"}).value_or(family_.sliding_theta);
         }
         readScaling();
     }
@@ -296,12 +306,22 @@ private:
         if (!found) return;
         const std::string key(found.key);
         const JsonFields scaling = *model_.object({found.key});
-        if (scaling.has("full_attention") || scaling.has("sliding_attention")) {
-            obstacle(key, "rotary embeddings that differ between layers are not computed yet");
-            config_.rotary.theta =
-                scaling.positive({"full_attention.rope_theta"}).value_or(config_.rotary.theta);
-            return;
-        }
+        const auto full = scaling.object({"full_attention"});
+        const auto sliding = scaling.object({"sliding_attention"});
+        if (!full && !sliding) return readScaling(key, scaling, config_.rotary);
+        if (!sliding_rotary_) sliding_rotary_ = config_.rotary;
+        if (full) readRotaryOfKind(key + ".full_attention", *full, config_.rotary);
+        if (sliding) readRotaryOfKind(key + ".sliding_attention", *sliding, *sliding_rotary_);
+        if (sliding_rotary_ == config_.rotary) sliding_rotary_.reset();
+    }
+
+    void readRotaryOfKind(const std::string& key, const JsonFields& fields,
+                          RotaryEmbedding& rotary) {
+        rotary.theta = fields.positive({"rope_theta"}).value_or(rotary.theta);
+        readScaling(key, fields, rotary);
+    }
+
+    void readScaling(const std::string& key, const JsonFields& scaling, RotaryEmbedding& rotary) {
         if (scaling.number({"llama_4_scaling_beta"}).value_or(0) != 0) {
             obstacle(key + ".llama_4_scaling_beta",
                      "a query scale that grows with the position is not computed",
@@ -309,14 +329,14 @@ private:
         }
         const std::string type_key = scaling.has("rope_type") ? "rope_type" : "type";
         const auto type = scaling.text({type_key});
-        if (!type && found.key == "rope_scaling") scaling.fail("rope_type", "is missing");
+        if (!type && key == "rope_scaling") scaling.fail("rope_type", "is missing");
         if (!type || type == "default") return;
         if (type == "linear") {
-            config_.rotary.scaling = LinearScaling{.factor = required(scaling, "factor")};
+            rotary.scaling = LinearScaling{.factor = required(scaling, "factor")};
         } else if (type == "llama3") {
-            config_.rotary.scaling = readLlama3(scaling);
+            rotary.scaling = readLlama3(scaling);
         } else if (type == "yarn") {
-            config_.rotary.scaling = readYarn(scaling);
+            rotary.scaling = readYarn(scaling);
         } else {
             obstacle(key + "." + type_key, fmt::format("'{}' is not computed yet", *type));
         }
@@ -385,10 +405,6 @@ private:
         if (model_.number({"rope_ratio"}).value_or(1) != 1) {
             obstacle("rope_ratio", "a scaled rotary base is not computed yet");
         }
-        if (family_.two_rotaries) {
-            obstacle("rope_local_base_freq",
-                     "sliding layers with a rotary base of their own are not computed yet");
-        }
         if (const auto chunk = model_.integer({"attention_chunk_size"}, 1)) {
             obstacle(
                 "attention_chunk_size",
@@ -413,14 +429,6 @@ private:
     }
 
     void readGeometryObstacles() {
-        for (const LayerGroup& group : config_.geometry.groups) {
-            if (group.window == 0) continue;
-            const auto found = model_.find(window_keys);
-            obstacle(std::string(found ? found.key : *window_keys.begin()),
-                     fmt::format("sliding windows ({} layers see {} tokens) are not computed yet",
-                                 group.layers.size(), group.window),
-                     group.window);
-        }
         constexpr std::array head_dims{64, 80, 96, 128, 256};
         if (std::find(head_dims.begin(), head_dims.end(), shape_.head_dim) == head_dims.end()) {
             obstacle("head_dim", fmt::format("{}: only {} are computed", shape_.head_dim,
@@ -442,8 +450,9 @@ private:
     const JsonFields& model_;
     ModelConfig& config_;
     Family family_;
-    LayerGroup shape_;         // of every layer: KV heads and head dim
-    std::int64_t window_ = 0;  // of sliding layers
+    LayerGroup shape_;                               // of every layer: KV heads and head dim
+    std::int64_t window_ = 0;                        // of sliding layers
+    std::optional<RotaryEmbedding> sliding_rotary_;  // none: that of all layers
 };
 
 }  // namespace

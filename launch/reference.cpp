@@ -108,7 +108,7 @@ double errorBound(NumberFormat output_format) noexcept {
 
 Reference::Reference(const CacheConfig& config, std::uint64_t seed)
     : workload_(seed, config.input_format, config.geometry.groups.front().head_dim),
-      rotary_(oracleRotary(config.rotary)),
+      layers_(static_cast<std::size_t>(config.geometry.layers)),
       kv_format_(oracleFormat(config.kv_format)),
       gathered_format_(hasScales(config.kv_format) ? oracleFormat(config.input_format)
                                                    : kv_format_),
@@ -117,31 +117,45 @@ Reference::Reference(const CacheConfig& config, std::uint64_t seed)
       softcap_(config.logit_softcap),
       sinks_(config.attention_sinks),
       kv_heads_(config.geometry.groups.front().kv_heads),
-      group_size_(config.geometry.query_heads / kv_heads_) {}
+      group_size_(config.geometry.query_heads / kv_heads_) {
+    for (const LayerGroup& group : config.geometry.groups) {
+        for (const int layer : group.layers)
+            layers_[static_cast<std::size_t>(layer)] = {
+                .window = group.window,
+                .rotary = oracleRotary(group.rotary.value_or(config.rotary))};
+    }
+}
 
 bool Reference::quantises() const noexcept {
     return hasScale(kv_format_);
 }
 
-Reference::KeysValues Reference::keysValues(const Unit& unit, std::int64_t tokens) const {
-    return keysValues(unit, tokens, kv_format_);
+std::int64_t Reference::firstSeen(int layer, std::int64_t position) const noexcept {
+    const std::int64_t window = layerAt(layer).window;
+    return window == 0 || window > position ? 0 : position - window + 1;
 }
 
-Reference::KeysValues Reference::unquantised(const Unit& unit, std::int64_t tokens) const {
-    return keysValues(unit, tokens, oracle::Format::fp32);
+Reference::KeysValues Reference::keysValues(const Unit& unit, std::int64_t first,
+                                            std::int64_t end) const {
+    return keysValues(unit, first, end, kv_format_);
 }
 
-Reference::KeysValues Reference::keysValues(const Unit& unit, std::int64_t tokens,
+Reference::KeysValues Reference::unquantised(const Unit& unit, std::int64_t first,
+                                             std::int64_t end) const {
+    return keysValues(unit, first, end, oracle::Format::fp32);
+}
+
+Reference::KeysValues Reference::keysValues(const Unit& unit, std::int64_t first, std::int64_t end,
                                             oracle::Format format) const {
     const auto head_dim = static_cast<std::size_t>(headDim());
-    KeysValues stored;
-    stored.k.reserve(static_cast<std::size_t>(tokens) * head_dim);
-    stored.v.reserve(static_cast<std::size_t>(tokens) * head_dim);
+    KeysValues stored{.first = first, .k = {}, .v = {}};
+    stored.k.reserve(static_cast<std::size_t>(end - first) * head_dim);
+    stored.v.reserve(static_cast<std::size_t>(end - first) * head_dim);
     std::vector<float> head(head_dim);
-    for (std::int64_t position = 0; position < tokens; ++position) {
+    for (std::int64_t position = first; position < end; ++position) {
         const TokenAt token{.key = unit.key, .position = position, .layer = unit.layer};
         workload_.fillHead(Tensor::k, token, unit.kv_head, head);
-        oracle::rotate(head, position, rotary_);
+        oracle::rotate(head, position, layerAt(unit.layer).rotary);
         appendWorth(head, format, stored.k);
         workload_.fillHead(Tensor::v, token, unit.kv_head, head);
         appendWorth(head, format, stored.v);
@@ -155,13 +169,15 @@ std::vector<double> Reference::attend(const Unit& unit, const KeysValues& stored
     std::vector<float> head(head_dim);
     workload_.fillHead(Tensor::q, {.key = unit.key, .position = position, .layer = unit.layer},
                        query_head, head);
-    oracle::rotate(head, position, rotary_);
+    oracle::rotate(head, position, layerAt(unit.layer).rotary);
     const std::vector<double> q(head.begin(), head.end());
-    const std::size_t seen = static_cast<std::size_t>(position + 1) * head_dim;
+    const std::int64_t first = firstSeen(unit.layer, position);
+    const auto skipped = static_cast<std::size_t>(first - stored.first) * head_dim;
+    const auto seen = static_cast<std::size_t>(position + 1 - first) * head_dim;
     oracle::ScoreTerms terms{.softcap = softcap_};
     if (sinks_) terms.sink = workload_.sink(unit.layer, query_head);
-    return oracle::attention(q, std::span(stored.k).first(seen), std::span(stored.v).first(seen),
-                             scale_, terms)
+    return oracle::attention(q, std::span(stored.k).subspan(skipped, seen),
+                             std::span(stored.v).subspan(skipped, seen), scale_, terms)
         .out;
 }
 

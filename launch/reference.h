@@ -34,15 +34,21 @@ class Reference {
 public:
     Reference(const CacheConfig& config, std::uint64_t seed);
 
-    // What the cache must hold is worth: [tokens, head_dim].
+    // The first position that the token at `position` sees in a layer.
+    [[nodiscard]] std::int64_t firstSeen(int layer, std::int64_t position) const noexcept;
+
+    // What the cache must hold is worth, of the positions [first, end): [end - first, head_dim].
     struct KeysValues {
+        std::int64_t first = 0;
         std::vector<double> k, v;
     };
-    [[nodiscard]] KeysValues keysValues(const Unit& unit, std::int64_t tokens) const;
+    [[nodiscard]] KeysValues keysValues(const Unit& unit, std::int64_t first,
+                                        std::int64_t end) const;
     // The same before it is stored: rotated, in fp32.
-    [[nodiscard]] KeysValues unquantised(const Unit& unit, std::int64_t tokens) const;
+    [[nodiscard]] KeysValues unquantised(const Unit& unit, std::int64_t first,
+                                         std::int64_t end) const;
 
-    // Output of the token at `position`: it sees the first position + 1 of `stored`. [head_dim]
+    // Output of the token at `position`: of `stored` it sees firstSeen to itself. [head_dim]
     [[nodiscard]] std::vector<double> attend(const Unit& unit, const KeysValues& stored,
                                              int query_head, std::int64_t position) const;
 
@@ -58,11 +64,19 @@ public:
     [[nodiscard]] int headDim() const noexcept { return workload_.headDim(); }
 
 private:
-    [[nodiscard]] KeysValues keysValues(const Unit& unit, std::int64_t tokens,
+    // What differs between layers.
+    struct Layer {
+        std::int64_t window = 0;  // 0: none
+        oracle::Rotary rotary;
+    };
+    [[nodiscard]] const Layer& layerAt(int layer) const {
+        return layers_[static_cast<std::size_t>(layer)];
+    }
+    [[nodiscard]] KeysValues keysValues(const Unit& unit, std::int64_t first, std::int64_t end,
                                         oracle::Format format) const;
 
     Workload workload_;
-    oracle::Rotary rotary_;
+    std::vector<Layer> layers_;
     oracle::Format kv_format_;
     oracle::Format gathered_format_;
     double scale_;

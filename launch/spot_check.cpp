@@ -64,9 +64,10 @@ SpotCheck::Found SpotCheck::compare(std::span<const std::int64_t> lengths, doubl
 SpotCheck::Found SpotCheck::compareUnit(std::size_t index, std::int64_t length,
                                         double bound) const {
     const Unit& unit = units_[index];
-    const Reference::KeysValues stored = reference_->keysValues(unit, length);
+    const std::int64_t first = reference_->firstSeen(unit.layer, length - steps_);
+    const Reference::KeysValues stored = reference_->keysValues(unit, first, length);
     Reference::KeysValues unquantised;
-    if (reference_->quantises()) unquantised = reference_->unquantised(unit, length);
+    if (reference_->quantises()) unquantised = reference_->unquantised(unit, first, length);
     const auto head_dim = static_cast<std::size_t>(reference_->headDim());
     const int group = reference_->groupSize();
     auto output = outputs_.begin() + static_cast<std::ptrdiff_t>(

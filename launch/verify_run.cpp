@@ -145,10 +145,16 @@ std::int64_t VerifyRun::compareStored(DecodeRun& run, std::int64_t tokens,
     run.settle();
     const int heads = run.heads().kv_heads;
     std::int64_t wrong = 0;
-    for (const Unit& unit : units.first(std::min<std::size_t>(2, units.size()))) {
+    // The layers of both may be of different groups.
+    for (const Unit& unit : {units.front(), units.back()}) {
         const DecodeRun::KeysValues stored =
             run.stored(static_cast<std::size_t>(unit.key), unit.layer);
-        const Reference::KeysValues expected = reference_.keysValues(unit, tokens);
+        // Zeros where the window has left.
+        const std::int64_t first = reference_.firstSeen(unit.layer, tokens);
+        Reference::KeysValues expected = reference_.keysValues(unit, first, tokens);
+        const auto left = static_cast<std::size_t>(first * reference_.headDim());
+        expected.k.insert(expected.k.begin(), left, 0.0);
+        expected.v.insert(expected.v.begin(), left, 0.0);
         const int head = unit.kv_head - run.heads().first_kv_head;
         wrong += reference_.countDifferences(stored.k, heads, head, expected.k);
         wrong += reference_.countDifferences(stored.v, heads, head, expected.v);

@@ -82,7 +82,8 @@ private:
 
     [[nodiscard]] Result<void> fill(DecodeRun& run, const Batch& batch);
     [[nodiscard]] std::vector<Unit> unitsToCheck(const CacheHeads& heads, const Batch& batch) const;
-    // Elements of K and V, of the first few units, that the cache holds otherwise than appended.
+    // Elements of K and V, of the first and the last unit, that the cache holds otherwise than
+    // appended.
     [[nodiscard]] std::int64_t compareStored(DecodeRun& run, std::int64_t tokens,
                                              std::span<const Unit> units) const;
     [[nodiscard]] CacheConfig pressedConfig(const Batch& batch) const;

@@ -26,12 +26,6 @@ std::int64_t ceilDivide(std::int64_t dividend, std::int64_t divisor) {
     return dividend / divisor + (dividend % divisor != 0 ? 1 : 0);
 }
 
-std::int64_t blocksPerSequence(std::int64_t context, std::int64_t window, int block_size) {
-    const std::int64_t all = ceilDivide(context, block_size);
-    if (window == 0 || window >= context) return all;
-    return std::min(all, mostBlocksOfWindow(window, 1, block_size, 1));
-}
-
 Result<void> validateRequest(const CapacityRequest& request) {
     if (const auto checked = checkGeometry(request.geometry); !checked) return checked;
     if (const auto checked = checkBlockSize(request.block_size); !checked) return checked;
@@ -67,8 +61,7 @@ Result<GroupCapacity> groupCapacity(const LayerGroup& group, const CapacityReque
     capacity.window = group.window;
     capacity.bytes_per_token = *token;
     capacity.block_bytes = *block;
-    capacity.blocks_per_sequence =
-        blocksPerSequence(request.context, group.window, request.block_size);
+    capacity.blocks_per_sequence = blocksOfSequence(group, request.context, 1, request.block_size);
     const auto rank =
         checkedProduct({request.batch, capacity.blocks_per_sequence, capacity.block_bytes});
     if (!rank) {
@@ -80,6 +73,14 @@ Result<GroupCapacity> groupCapacity(const LayerGroup& group, const CapacityReque
 }
 
 }  // namespace
+
+std::int64_t blocksOfSequence(const LayerGroup& group, std::int64_t tokens,
+                              std::int64_t step_tokens, int block_size) {
+    const std::int64_t all = ceilDivide(tokens, block_size);
+    const std::int64_t step = std::min(step_tokens, tokens);
+    if (group.window == 0 || group.window - 1 >= tokens - step) return all;
+    return std::min(all, mostBlocksOfWindow(group.window, step, block_size, 1));
+}
 
 Result<std::int64_t> blockBytes(const LayerGroup& group, int local_kv_heads, int block_size,
                                 NumberFormat format) {

@@ -27,7 +27,7 @@ struct GroupCapacity {
     std::int64_t bytes_per_token = 0;  // all layers of the group, K and V, scales, all ranks
     std::int64_t block_bytes = 0;      // one block on one rank
     std::int64_t blocks_per_sequence =
-        0;  // on one rank; decoding in a window holds ceil((window - 1) / block_size) + 1 at most
+        0;  // on one rank; of a window, those that decoding token by token holds at most
     std::int64_t rank_bytes = 0;  // batch x blocks x block_bytes
 };
 
@@ -45,6 +45,11 @@ struct Capacity {
 
 // invalid_argument: the argument by name, or a byte count beyond 64 bits.
 [[nodiscard]] Result<Capacity> computeCapacity(const CapacityRequest& request);
+
+// Device blocks on one rank that a sequence of `tokens` takes in a group when it runs at most
+// step_tokens at a time. Of a window, those of the step that holds most.
+[[nodiscard]] std::int64_t blocksOfSequence(const LayerGroup& group, std::int64_t tokens,
+                                            std::int64_t step_tokens, int block_size);
 
 // Bytes of one block of a group on one rank that owns `local_kv_heads`: all its layers, K and V,
 // scales.

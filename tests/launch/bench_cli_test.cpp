@@ -70,6 +70,19 @@ TEST(Bench, LowBitFormats) {
     }
 }
 
+// Of 6 layers, 5 read 512 tokens and 1 all of them: 256 numbers of K and as many of V, 2 bytes
+// each.
+TEST(Bench, CountsTheBytesThatWindowsSee) {
+    const Finished finished = bench(1, {"--model", "gemma-3-1b", "--layers", "6", "--context",
+                                        "2000", "--batch", "3", "--steps", "1", "--json", "-"});
+    ASSERT_EQ(finished.code, 0) << finished.err;
+    const auto row = nlohmann::json::parse(finished.out)["rows"][0];
+    EXPECT_EQ(row["wrong"], 0);
+    const double attend_us = row["attend_p50_us"];
+    const double gb_per_s = row["kv_read_gb_per_s"];
+    EXPECT_NEAR(gb_per_s * attend_us * 1e3, 3 * (5 * 512 + 2000) * 2 * 256 * 2.0, 1.0);
+}
+
 TEST(Bench, PrintsATable) {
     const TempFolder folder;
     const std::string csv = folder / "rows.csv";

@@ -188,6 +188,51 @@ TEST(ModelShapes, Rotary) {
               "m.json: rope_theta: is a string, not a number");
 }
 
+// Layers with a window may have an embedding of their own.
+TEST(ModelShapes, RotaryOfLayersWithAWindow) {
+    const auto groups = [](const json& changes) {
+        const auto model = parse(config(changes));
+        EXPECT_TRUE(model) << model.error().message;
+        EXPECT_TRUE(model->obstacles.empty());
+        return model->geometry.groups;
+    };
+    const json gemma{{"model_type", "gemma3_text"}, {"sliding_window", 100}, {"rope_theta", 5e5}};
+    json given = gemma;
+    given["rope_local_base_freq"] = 7;
+    ASSERT_EQ(groups(gemma).size(), 1U);  // of 4 layers none is full
+    EXPECT_EQ(groups(gemma)[0].rotary->theta, 1e4);
+    EXPECT_EQ(groups(given)[0].rotary->theta, 7);
+    EXPECT_EQ(parse(config(gemma))->rotary.theta, 5e5);
+    // A scaling is that of the others.
+    json scaled = gemma;
+    scaled["rope_scaling"] = {{"rope_type", "llama3"},
+                              {"factor", 8.0},
+                              {"low_freq_factor", 1.0},
+                              {"high_freq_factor", 4.0},
+                              {"original_max_position_embeddings", 8192}};
+    EXPECT_EQ(groups(scaled)[0].rotary->scaling, RotaryScaling{});
+    EXPECT_TRUE(std::holds_alternative<Llama3Scaling>(parse(config(scaled))->rotary.scaling));
+    // The window is no window, the embedding is still another.
+    json wide = gemma;
+    wide["sliding_window"] = 8192;
+    wide["num_hidden_layers"] = 6;
+    ASSERT_EQ(groups(wide).size(), 2U);
+    EXPECT_EQ(groups(wide)[1].window, 0);
+    EXPECT_EQ(groups(wide)[1].layers.size(), 5U);
+
+    const json types = {"sliding_attention", "full_attention", "sliding_attention",
+                        "full_attention"};
+    json kinds{{"layer_types", types},
+               {"sliding_window", 100},
+               {"rope_parameters",
+                {{"full_attention", {{"rope_type", "default"}, {"rope_theta", 1e6}}},
+                 {"sliding_attention", {{"rope_type", "default"}, {"rope_theta", 2e4}}}}}};
+    EXPECT_EQ(parse(config(kinds))->rotary.theta, 1e6);
+    EXPECT_EQ(groups(kinds)[1].rotary->theta, 2e4);
+    kinds["rope_parameters"]["sliding_attention"]["rope_theta"] = 1e6;
+    EXPECT_FALSE(groups(kinds)[1].rotary);
+}
+
 json llama3() {
     return {{"rope_type", "llama3"},
             {"factor", 8.0},

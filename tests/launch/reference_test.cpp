@@ -34,7 +34,7 @@ std::uint16_t bits(double value) {
 TEST(Reference, FirstTokenIsItsOwnValue) {
     const Reference reference(config(), 5);
     const Unit unit{.layer = 1, .key = 2, .kv_head = 1};
-    const auto stored = reference.keysValues(unit, 3);
+    const auto stored = reference.keysValues(unit, 0, 3);
     const auto out = reference.attend(unit, stored, 4, 0);
     for (std::size_t i = 0; i < out.size(); ++i)
         EXPECT_EQ(out[i], stored.v[i]);
@@ -43,7 +43,7 @@ TEST(Reference, FirstTokenIsItsOwnValue) {
 TEST(Reference, LaterTokensAreNotSeen) {
     const Reference reference(config(), 5);
     const Unit unit{.layer = 0, .key = 0, .kv_head = 0};
-    auto stored = reference.keysValues(unit, 8);
+    auto stored = reference.keysValues(unit, 0, 8);
     const auto before = reference.attend(unit, stored, 1, 4);
     std::fill(stored.v.begin() + 5 * head_dim, stored.v.end(),
               std::numeric_limits<double>::quiet_NaN());
@@ -58,7 +58,7 @@ TEST(Reference, SoftcapAndSinksCount) {
     for (const bool sinks : {false, true}) {
         capped.attention_sinks = sinks;
         const Reference reference(capped, 5);
-        const auto stored = reference.keysValues(unit, 3);
+        const auto stored = reference.keysValues(unit, 0, 3);
         for (const int head : {3, 5}) {
             const double sink = Workload(5, capped.input_format, head_dim).sink(1, head);
             const auto out = reference.attend(unit, stored, head, 2);
@@ -71,14 +71,61 @@ TEST(Reference, SoftcapAndSinksCount) {
     }
 }
 
+// Layers 0 and 2 see all; layer 1 sees 3 tokens, with an embedding of its own.
+CacheConfig windows() {
+    CacheConfig made = config();
+    made.geometry.groups.push_back(made.geometry.groups.front());
+    made.geometry.groups[0].layers = {0, 2};
+    made.geometry.groups[1].layers = {1};
+    made.geometry.groups[1].window = 3;
+    made.geometry.groups[1].rotary = RotaryEmbedding{.dim = 32, .theta = 5.0, .scaling = {}};
+    return made;
+}
+
+TEST(Reference, TokensBehindTheWindowAreNotSeen) {
+    const Reference reference(windows(), 5);
+    EXPECT_EQ(reference.firstSeen(0, 100), 0);
+    EXPECT_EQ(reference.firstSeen(1, 100), 98);
+    EXPECT_EQ(reference.firstSeen(1, 3), 1);
+    EXPECT_EQ(reference.firstSeen(1, 2), 0);
+    EXPECT_EQ(reference.firstSeen(1, 0), 0);
+
+    const Unit unit{.layer = 1, .key = 0, .kv_head = 0};
+    auto stored = reference.keysValues(unit, 0, 8);
+    const auto before = reference.attend(unit, stored, 1, 4);
+    // The oracle over the three tokens alone.
+    const auto three = reference.keysValues(unit, 2, 5);
+    EXPECT_EQ(three.k,
+              std::vector(stored.k.begin() + 2 * head_dim, stored.k.begin() + 5 * head_dim));
+    EXPECT_EQ(reference.attend(unit, three, 1, 4), before);
+    const double nan = std::numeric_limits<double>::quiet_NaN();
+    std::fill(stored.v.begin(), stored.v.begin() + 2 * head_dim, nan);
+    std::fill(stored.v.begin() + 5 * head_dim, stored.v.end(), nan);
+    EXPECT_EQ(reference.attend(unit, stored, 1, 4), before);
+    stored.v[2 * head_dim] = nan;
+    EXPECT_TRUE(std::isnan(reference.attend(unit, stored, 1, 4)[0]));
+}
+
+TEST(Reference, LayersRotateAsTheirGroupDoes) {
+    CacheConfig own = config();
+    own.rotary = *windows().geometry.groups[1].rotary;
+    for (const int layer : {0, 1, 2}) {
+        const Unit unit{.layer = layer, .key = 0, .kv_head = 0};
+        const Reference expected(layer == 1 ? own : config(), 5);
+        EXPECT_EQ(Reference(windows(), 5).keysValues(unit, 0, 50).k,
+                  expected.keysValues(unit, 0, 50).k)
+            << layer;
+    }
+}
+
 TEST(Reference, KeysAreRotatedButNormsStay) {
     const Reference reference(config(), 5);
     CacheConfig plain = config();
     plain.rotary = {};
     const Reference unrotated(plain, 5);
     const Unit unit{.layer = 2, .key = 1, .kv_head = 0};
-    const auto turned = reference.keysValues(unit, 100);
-    const auto original = unrotated.keysValues(unit, 100);
+    const auto turned = reference.keysValues(unit, 0, 100);
+    const auto original = unrotated.keysValues(unit, 0, 100);
     EXPECT_EQ(turned.v, original.v);
     EXPECT_TRUE(std::equal(turned.k.begin(), turned.k.begin() + head_dim, original.k.begin()));
     double turned_norm = 0;
@@ -96,7 +143,7 @@ TEST(Reference, CountsDifferingElements) {
     const Reference reference(config(), 5);
     const Unit unit{.layer = 0, .key = 0, .kv_head = 1};
     constexpr int tokens = 5;
-    const auto expected = reference.keysValues(unit, tokens).k;
+    const auto expected = reference.keysValues(unit, 0, tokens).k;
     std::vector<std::uint16_t> stored(tokens * kv_heads * head_dim, 0x7fc0);  // NaN
     for (std::size_t i = 0; i < expected.size(); ++i)
         stored[i / head_dim * kv_heads * head_dim + head_dim + i % head_dim] = bits(expected[i]);
@@ -115,8 +162,8 @@ TEST(Reference, LowBitRowsAreWorthStepsOfTheirScale) {
     EXPECT_TRUE(reference.quantises());
     EXPECT_FALSE(Reference(config(), 5).quantises());
     const Unit unit{.layer = 1, .key = 0, .kv_head = 1};
-    const auto stored = reference.keysValues(unit, 20);
-    const auto before = reference.unquantised(unit, 20);
+    const auto stored = reference.keysValues(unit, 0, 20);
+    const auto before = reference.unquantised(unit, 0, 20);
     for (std::size_t row = 0; row < 20; ++row) {
         double amax = 0;
         for (std::size_t i = row * head_dim; i < (row + 1) * head_dim; ++i)
@@ -140,7 +187,7 @@ TEST(Reference, CountsDifferencesOfLowBitElements) {
     CacheConfig low = config();
     low.kv_format = NumberFormat::fp8_e4m3;
     const Reference reference(low, 5);
-    const auto expected = reference.keysValues({.layer = 0, .key = 0, .kv_head = 0}, 5).v;
+    const auto expected = reference.keysValues({.layer = 0, .key = 0, .kv_head = 0}, 0, 5).v;
     std::vector<std::uint16_t> given;
     for (const double worth : expected)
         given.push_back(bits(oracle::rounded(worth, oracle::Format::bf16)));
@@ -184,7 +231,7 @@ protected:
             for (int head = 0; head < query_heads; ++head) {
                 const Unit unit{
                     .layer = layer, .key = key, .kv_head = head / (query_heads / kv_heads)};
-                const auto stored = reference_.keysValues(unit, length);
+                const auto stored = reference_.keysValues(unit, 0, length);
                 for (const double value : reference_.attend(unit, stored, head, length - 2 + step))
                     out.push_back(static_cast<float>(value));
             }
@@ -220,7 +267,7 @@ TEST_F(SpotCheckTest, WhatStoringCostIsMeasuredForLowBitFormatsOnly) {
     low.kv_format = NumberFormat::int8;
     const Reference reference(low, 9);
     SpotCheck check(reference, {{.layer = 0, .key = 0, .kv_head = 0}}, 1);
-    const auto stored = reference.keysValues(check.units()[0], 20);
+    const auto stored = reference.keysValues(check.units()[0], 0, 20);
     std::vector<float> out;
     for (int head = 0; head < query_heads; ++head)
         for (const double value : reference.attend(check.units()[0], stored, head, 19))

@@ -48,7 +48,7 @@ const std::vector<Expected> table{
     {"llama-3.1-70b",            80,  64,  8, 128, 131072,   5e5,    8,    128, 80, 0,  none, "bf16", 327680, 0, {}},
     {"llama-3.1-405b",           126, 128, 8, 128, 131072,   5e5,    8,    128, 126, 0, none, "bf16", 516096, 0, {}},
     {"llama-3.2-1b",             16,  32,  8, 64,  131072,   5e5,    32,   64,  16, 0,  none, "bf16", 32768,  0, {}},
-    {"mistral-7b-v0.1",          32,  32,  8, 128, 32768,    1e4,    none, 128, 0,  32, 4096, "bf16", 0, 131072, {"sliding_window"}},
+    {"mistral-7b-v0.1",          32,  32,  8, 128, 32768,    1e4,    none, 128, 0,  32, 4096, "bf16", 0, 131072, {}},
     {"mistral-7b-instruct-v0.2", 32,  32,  8, 128, 32768,    1e6,    none, 128, 32, 0,  none, "bf16", 131072, 0, {}},
     {"mixtral-8x7b",             32,  32,  8, 128, 32768,    1e6,    none, 128, 32, 0,  none, "bf16", 131072, 0, {}},
     {"qwen2.5-7b",               28,  28,  4, 128, 131072,   1e6,    none, 128, 28, 0,  none, "bf16", 57344,  0, {}},
@@ -56,17 +56,17 @@ const std::vector<Expected> table{
     {"qwen3-8b",                 36,  32,  8, 128, 40960,    1e6,    none, 128, 36, 0,  none, "bf16", 147456, 0, {}},
     {"qwen3-32b",                64,  64,  8, 128, 40960,    1e6,    none, 128, 64, 0,  none, "bf16", 262144, 0, {}},
     {"qwen3-235b-a22b",          94,  64,  4, 128, 40960,    1e6,    none, 128, 94, 0,  none, "bf16", 192512, 0, {}},
-    {"gemma-2-9b",               42,  16,  8, 256, 8192,     1e4,    none, 256, 21, 21, 4096, "fp32", 172032, 172032, {"sliding_window"}},
-    {"gemma-3-27b",              62,  32, 16, 128, none,     1e4,    8,    128, 10, 52, 1024, "bf16", 81920, 425984, {"rope_local_base_freq", "sliding_window"}},
+    {"gemma-2-9b",               42,  16,  8, 256, 8192,     1e4,    none, 256, 21, 21, 4096, "fp32", 172032, 172032, {}},
+    {"gemma-3-27b",              62,  32, 16, 128, none,     1e6,    8,    128, 10, 52, 1024, "bf16", 81920, 425984, {}},
     {"falcon-7b",                32,  71,  1, 64,  none,     1e4,    none, 64,  32, 0,  none, "bf16", 8192,   0, {}},
-    {"phi-3-mini-4k",            32,  32, 32, 96,  4096,     1e4,    none, 96,  0,  32, 2047, "bf16", 0, 393216, {"sliding_window"}},
+    {"phi-3-mini-4k",            32,  32, 32, 96,  4096,     1e4,    none, 96,  0,  32, 2047, "bf16", 0, 393216, {}},
     {"phi-3-mini-128k",          32,  32, 32, 96,  131072,   1e4,    none, 96,  32, 0,  none, "bf16", 393216, 0, {"rope_scaling.type"}},
     {"starcoder-15b",            40,  48,  1, 128, 8192,     1e4,    none, none, 40, 0, none, "",     20480,  0, {}},
     {"gpt2",                     12,  12, 12, 64,  1024,     1e4,    none, none, 12, 0, none, "",     36864,  0, {}},
     {"smollm2-135m",             30,  9,   3, 64,  8192,     1e5,    none, 64,  30, 0,  none, "bf16", 23040,  0, {}},
-    {"gpt-oss-120b",             36,  64,  8, 64,  131072,   1.5e5,  32,   64,  18, 18, 128,  "bf16", 36864,  36864, {"sliding_window"}},
+    {"gpt-oss-120b",             36,  64,  8, 64,  131072,   1.5e5,  32,   64,  18, 18, 128,  "bf16", 36864,  36864, {}},
     {"qwen3-next-80b-a3b",       48,  16,  2, 256, 262144,   1e7,    none, 64,  12, 0,  none, "",     24576,  0, {}},
-    {"gemma-3-1b",               26,  4,   1, 256, 32768,    1e6,    none, 256, 4,  22, 512,  "bf16", 4096,   22528, {"rope_local_base_freq", "sliding_window"}},
+    {"gemma-3-1b",               26,  4,   1, 256, 32768,    1e6,    none, 256, 4,  22, 512,  "bf16", 4096,   22528, {}},
     {"qwen-7b-v1",               32,  32, 32, 128, 32768,    1e4,    none, 128, 32, 0,  none, "",     524288, 0, {}},
     {"phi-2-msft",               32,  32, 32, 80,  2048,     1e4,    none, 32,  32, 0,  none, "fp16", 327680, 0, {}},
     {"redpajama-3b",             32,  32, 32, 80,  2048,     1e4,    none, 80,  32, 0,  none, "fp16", 327680, 0, {}},
@@ -215,6 +215,22 @@ TEST(ShippedModels, ScaleRotaryEmbeddingsAsTheirFilesSay) {
     EXPECT_EQ(yarn.attention_factor, 0.0);
 }
 
+TEST(ShippedModels, RotateInWindowsAsTheirFamilyDoes) {
+    for (const char* name : {"gemma-3-1b", "gemma-3-27b"}) {
+        const auto model = loadModelConfig(pathOf(name)).value();
+        EXPECT_EQ(model.rotary.theta, 1e6) << name;
+        ASSERT_EQ(model.geometry.groups.size(), 2U);
+        EXPECT_FALSE(model.geometry.groups[0].rotary) << name;
+        const auto& sliding = model.geometry.groups[1].rotary;
+        ASSERT_TRUE(sliding) << name;
+        EXPECT_EQ(sliding->theta, 1e4) << name;
+        EXPECT_EQ(sliding->dim, model.rotary.dim) << name;
+    }
+    const auto gemma2 = loadModelConfig(pathOf("gemma-2-9b")).value();
+    for (const LayerGroup& group : gemma2.geometry.groups)
+        EXPECT_FALSE(group.rotary);
+}
+
 TEST(ShippedModels, ScaleScoresAsTheirFamilyDoes) {
     EXPECT_EQ(loadModelConfig(pathOf("gemma-2-9b"))->logit_softcap, 50.0);
     EXPECT_EQ(loadModelConfig(pathOf("llama-3.1-8b"))->logit_softcap, 0.0);
@@ -290,16 +306,20 @@ TEST(DecodableGeometry, AWindowNoShorterThanTheRunIsNone) {
     EXPECT_EQ(within->groups.front().layers.size(), 32U);
 
     const auto beyond = decodableGeometry(*model, 2048);
-    ASSERT_FALSE(beyond);
-    EXPECT_EQ(beyond.error().code, ErrorCode::invalid_argument);
-    EXPECT_NE(beyond.error().message.find("sliding_window"), std::string::npos);
+    ASSERT_TRUE(beyond) << beyond.error().message;
+    EXPECT_EQ(beyond->groups.front().window, 2047);
 }
 
 TEST(DecodableGeometry, GroupsThatBecomeAlikeAreOne) {
     auto model = loadModelConfig(pathOf("gemma-3-1b")).value();
-    std::erase_if(model.obstacles,
-                  [](const Obstacle& obstacle) { return obstacle.key == "rope_local_base_freq"; });
     ASSERT_EQ(model.geometry.groups.size(), 2U);
+    // Their rotary embeddings keep them apart.
+    const auto apart = decodableGeometry(model, 512);
+    ASSERT_TRUE(apart) << apart.error().message;
+    ASSERT_EQ(apart->groups.size(), 2U);
+    EXPECT_EQ(apart->groups[1].window, 0);
+
+    model.geometry.groups[1].rotary.reset();
     const auto joined = decodableGeometry(model, 512);
     ASSERT_TRUE(joined) << joined.error().message;
     ASSERT_EQ(joined->groups.size(), 1U);
@@ -307,6 +327,7 @@ TEST(DecodableGeometry, GroupsThatBecomeAlikeAreOne) {
     for (int layer = 0; layer < 26; ++layer)
         all[static_cast<std::size_t>(layer)] = layer;
     EXPECT_EQ(joined->groups.front().layers, all);
+    EXPECT_EQ(decodableGeometry(model, 513)->groups.size(), 2U);
 }
 
 TEST(FirstLayers, CutsEveryGroup) {
