@@ -38,15 +38,21 @@ TEST_F(SimdTargetsTest, EachIsRight) {
                                       .head_dim = head_dim};
                     const PagedWorld world(*device_, model, {.block_size = 32},
                                            {{.id = 0, .length = 400}});
-                    const States states = attend(
-                        world, {{.slot = 0, .rows = 5, .first_row = 0, .first_position = 395}});
-                    for (std::int64_t row = 0; row < 5; ++row) {
-                        expectOracle(world, states, row, 0, 395 + row);
-                        EXPECT_TRUE(sameBits(rowsOf(states, model, row, 1),
-                                             attend(world, {{.slot = 0,
-                                                             .rows = 1,
-                                                             .first_row = 0,
-                                                             .first_position = 395 + row}})));
+                    for (const std::int64_t window : {0, 3, 290}) {
+                        const auto attendRows = [&](std::int64_t first, std::int32_t rows) {
+                            return attend(world,
+                                          {{.slot = 0,
+                                            .rows = rows,
+                                            .first_row = 0,
+                                            .first_position = first}},
+                                          {.window = window});
+                        };
+                        const States states = attendRows(395, 5);
+                        for (std::int64_t row = 0; row < 5; ++row) {
+                            expectOracle(world, states, row, 0, 395 + row, window);
+                            EXPECT_TRUE(
+                                sameBits(rowsOf(states, model, row, 1), attendRows(395 + row, 1)));
+                        }
                     }
                 }
     }

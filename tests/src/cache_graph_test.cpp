@@ -30,9 +30,14 @@ using testing::HasSubstr;
 
 constexpr int layers = 2;
 
+// Two layer groups: the second layer sees 50 tokens.
 CacheConfig layeredConfig() {
     CacheConfig config = smallConfig();
     config.geometry = Geometry::uniform(layers, query_heads, kv_heads, head_dim);
+    config.geometry.groups.push_back(config.geometry.groups.front());
+    config.geometry.groups[0].layers = {0};
+    config.geometry.groups[1].layers = {1};
+    config.geometry.groups[1].window = 50;
     return config;
 }
 
