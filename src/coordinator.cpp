@@ -93,8 +93,9 @@ void Coordinator::State::beginStep() {
     plan = {};
     plan.number = ++number;
     plan.sequences = std::exchange(grown, {});
-    for (const SequenceRecord& record : plan.sequences)
-        slideWindows(record.slot);
+    for (const SequenceRecord& record : plan.sequences) {
+        if (record.length >= sequenceAt(record.slot).slides_at) slideWindows(record.slot);
+    }
     // From the last to the first: when a batch that ran together does not fit any more, the end of
     // it waits. The other way round each run would take its blocks from the next one in line.
     for (std::size_t i = runs.size(); i > 0; --i) {
@@ -185,6 +186,7 @@ Answer Coordinator::State::allocate(const Request& request) {
                 .priority = request.priority,
                 .max_length = max_length};
     sequence.covered = coveredLength(slot);
+    sequence.slides_at = slidingLength(slot);
     digest.addSequence(slot, id, max_length, 0);
     plan.sequences.push_back({.kind = SequenceRecord::Kind::allocate,
                               .slot = slot,
@@ -217,9 +219,8 @@ Answer Coordinator::State::setPaused(std::int32_t slot, bool paused) {
     return {};
 }
 
-std::optional<std::string> Coordinator::State::misuse(std::int32_t slot,
+std::optional<std::string> Coordinator::State::misuse(const Sequence& sequence,
                                                       std::int64_t tokens) const {
-    const Sequence& sequence = sequenceAt(slot);
     if (tokens < 1) return fmt::format("sequence {}: {} tokens, at least 1", sequence.id, tokens);
     if (tokens > sequence.max_length - sequence.length) {
         return fmt::format("sequence {}: {} + {} tokens exceed its max_length {}", sequence.id,
@@ -231,29 +232,19 @@ std::optional<std::string> Coordinator::State::misuse(std::int32_t slot,
     }
     if (sequence.paused) return fmt::format("sequence {}: is paused", sequence.id);
     if (sequence.in_step) return fmt::format("sequence {}: runs twice in a step", sequence.id);
-    for (const Pool& pool : pools) {
-        const std::int64_t blocks = blocksFor(pool, ownedTokens(sequence.length + tokens, slot,
-                                                                pool.context, limits.contexts)) -
-                                    tableOf(pool, slot).freed;
-        if (blocks > pool.device.total()) {
-            return fmt::format(
-                "sequence {}: {} tokens and their window need {} blocks (layer group {}), the "
-                "device tier has {}",
-                sequence.id, tokens, blocks, pool.group, pool.device.total());
-        }
-    }
     return std::nullopt;
 }
 
 Answer Coordinator::State::run(std::int32_t slot, std::int64_t tokens) {
     Sequence& sequence = sequenceAt(slot);
-    if (auto why = misuse(slot, tokens)) return never(*std::move(why));
+    if (auto why = misuse(sequence, tokens)) return never(*std::move(why));
     if (tokens > tokens_left) {
         return wait(fmt::format("sequence {}: {} tokens, {} are left of max_step_tokens {}",
                                 sequence.id, tokens, tokens_left, limits.max_step_tokens));
     }
     const std::int64_t length = sequence.length + tokens;
     if (sequence.host_blocks > 0 || length > sequence.covered) {
+        if (auto why = neverFits(slot, length)) return never(*std::move(why));
         if (auto why = bringIn(slot, length)) return wait(*std::move(why));
     }
     cold.remove(slot);

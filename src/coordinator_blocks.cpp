@@ -1,5 +1,6 @@
 // How the coordinator takes, moves and frees blocks.
 #include <algorithm>
+#include <limits>
 
 #include <fmt/format.h>
 
@@ -40,6 +41,22 @@ std::optional<std::string> Coordinator::State::shortage(const Pool& pool, std::i
         pool.device.free(), cold_blocks, pool.host.free());
 }
 
+std::optional<std::string> Coordinator::State::neverFits(std::int32_t slot,
+                                                         std::int64_t length) const {
+    const Sequence& sequence = sequenceAt(slot);
+    for (const Pool& pool : pools) {
+        const std::int64_t blocks =
+            blocksFor(pool, ownedTokens(length, slot, pool.context, limits.contexts)) -
+            tableOf(pool, slot).freed;
+        if (blocks <= pool.device.total()) continue;
+        return fmt::format(
+            "sequence {}: {} tokens and their window need {} blocks (layer group {}), the device "
+            "tier has {}",
+            sequence.id, length - sequence.length, blocks, pool.group, pool.device.total());
+    }
+    return std::nullopt;
+}
+
 std::optional<std::string> Coordinator::State::bringIn(std::int32_t slot, std::int64_t length) {
     for (const Pool& pool : pools) {
         Demand& demand = demands[indexOf(pool)];
@@ -62,6 +79,18 @@ std::int64_t Coordinator::State::coveredLength(std::int32_t slot) const {
         covered = std::min(covered, static_cast<std::int64_t>(first_outside));
     }
     return covered;
+}
+
+std::int64_t Coordinator::State::slidingLength(std::int32_t slot) const {
+    std::int64_t length = std::numeric_limits<std::int64_t>::max();
+    for (const Pool& pool : pools) {
+        if (pool.window == 0) continue;
+        const std::int64_t tokens = (tableOf(pool, slot).freed + 1) * pool.block_size;
+        const GlobalPosition last =
+            toGlobal(LocalPosition{tokens - 1}, slot, pool.context, limits.contexts);
+        length = std::min(length, static_cast<std::int64_t>(last) + pool.window);
+    }
+    return length;
 }
 
 std::int64_t Coordinator::State::blocksBehind(const Pool& pool, std::int32_t slot,
@@ -200,6 +229,7 @@ void Coordinator::State::slideWindows(std::int32_t slot) {
             --sequence.device_blocks;
         }
     }
+    sequence.slides_at = slidingLength(slot);
 }
 
 void Coordinator::State::recordEntry(const Pool& pool, std::int32_t slot, std::int64_t logical,

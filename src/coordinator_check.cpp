@@ -56,6 +56,7 @@ Problem Coordinator::State::brokenPool(const Pool& pool) const {
 }
 
 Problem Coordinator::State::brokenWindows(std::int32_t slot) const {
+    if (sequenceAt(slot).slides_at != slidingLength(slot)) return "the sliding length is stale";
     // What a committed step leaves behind goes with the next plan.
     const bool grew = std::any_of(grown.begin(), grown.end(),
                                   [slot](const SequenceRecord& r) { return r.slot == slot; });

@@ -55,6 +55,7 @@ struct Coordinator::State {
         std::int64_t max_length = 0;
         std::int64_t length = 0;
         std::int64_t covered = 0;        // the length that its blocks are enough for
+        std::int64_t slides_at = 0;      // the length at which a window leaves a block
         std::int64_t device_blocks = 0;  // of all pools
         std::int64_t host_blocks = 0;
     };
@@ -89,13 +90,17 @@ struct Coordinator::State {
     [[nodiscard]] Answer setPaused(std::int32_t slot, bool paused);
     [[nodiscard]] Answer run(std::int32_t slot, std::int64_t tokens);
     // Why this run can never be met, whatever else is in the caches.
-    [[nodiscard]] std::optional<std::string> misuse(std::int32_t slot, std::int64_t tokens) const;
+    [[nodiscard]] std::optional<std::string> misuse(const Sequence& sequence,
+                                                    std::int64_t tokens) const;
     [[nodiscard]] std::int32_t slotOf(SequenceId sequence) const noexcept;  // or free_slot
 
     // ---- blocks (coordinator_blocks.cpp) ----
     // All blocks of the sequence in the device tier, and enough of them for `length` tokens. When
     // there is no room, says why, and nothing changes.
     [[nodiscard]] std::optional<std::string> bringIn(std::int32_t slot, std::int64_t length);
+    // Why a pool could not hold what the run needs at once, though nobody else had a block of it.
+    [[nodiscard]] std::optional<std::string> neverFits(std::int32_t slot,
+                                                       std::int64_t length) const;
     [[nodiscard]] Demand demandOf(const Pool& pool, std::int32_t slot, std::int64_t length) const;
     [[nodiscard]] std::optional<std::string> shortage(const Pool& pool, std::int32_t slot,
                                                       const Demand& demand) const;
@@ -111,6 +116,7 @@ struct Coordinator::State {
     void cancelCopy(std::int32_t copy);
     void dropCancelledCopies();
     [[nodiscard]] std::int64_t coveredLength(std::int32_t slot) const;
+    [[nodiscard]] std::int64_t slidingLength(std::int32_t slot) const;
     // Blocks of a sequence that no token from `length` on sees: its first ones.
     [[nodiscard]] std::int64_t blocksBehind(const Pool& pool, std::int32_t slot,
                                             std::int64_t length) const;

@@ -1,9 +1,10 @@
 // How long the coordinator takes for one step of many running sequences. Not a test: it prints.
 //
-//   plan_benchmark [sequences] [steps]
+//   plan_benchmark [sequences] [steps] [window]
 //
 // Every sequence runs 1 token a step; their lengths are staggered over a block, so that each step
-// takes new blocks for one in 64 of them.
+// takes new blocks for one in 64 of them. With a window there is a second layer group, which also
+// frees one for each that it takes.
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -40,7 +41,7 @@ void report(const char* what, std::vector<double>& times) {
                 times[times.size() * 99 / 100]);
 }
 
-CoordinatorConfig configOf(int sequences, int steps) {
+CoordinatorConfig configOf(int sequences, int steps, int window) {
     CoordinatorConfig config;
     config.limits.max_sequences = sequences;
     config.limits.max_sequence_length = block_size + steps;
@@ -50,11 +51,16 @@ CoordinatorConfig configOf(int sequences, int steps) {
         {.blocks_per_sequence = blocks, .device_blocks = sequences * blocks, .host_blocks = 0}};
     config.block_sizes = {block_size};
     config.windows = {0};
+    if (window > 0) {
+        config.limits.groups.push_back(config.limits.of(0));
+        config.block_sizes.push_back(block_size);
+        config.windows.push_back(window);
+    }
     return config;
 }
 
-int measure(int sequences, int steps) {
-    const CoordinatorConfig config = configOf(sequences, steps);
+int measure(int sequences, int steps, int window) {
+    const CoordinatorConfig config = configOf(sequences, steps, window);
     Coordinator coordinator(config);
     Replica replica(config.limits);
     Requests allocate;
@@ -108,9 +114,10 @@ int measure(int sequences, int steps) {
 int main(int argc, char** argv) {
     const int sequences = argc > 1 ? std::atoi(argv[1]) : 4096;
     const int steps = argc > 2 ? std::atoi(argv[2]) : 2000;
-    if (sequences < 1 || steps < 2) {
-        std::fputs("plan_benchmark [sequences >= 1] [steps >= 2]\n", stderr);
+    const int window = argc > 3 ? std::atoi(argv[3]) : 0;
+    if (sequences < 1 || steps < 2 || window < 0) {
+        std::fputs("plan_benchmark [sequences >= 1] [steps >= 2] [window >= 0]\n", stderr);
         return 2;
     }
-    return measure(sequences, steps);
+    return measure(sequences, steps, window);
 }
