@@ -238,13 +238,16 @@ std::optional<std::string> Coordinator::State::misuse(const Sequence& sequence,
 Answer Coordinator::State::run(std::int32_t slot, std::int64_t tokens) {
     Sequence& sequence = sequenceAt(slot);
     if (auto why = misuse(sequence, tokens)) return never(*std::move(why));
+    const std::int64_t length = sequence.length + tokens;
+    const bool moves = sequence.host_blocks > 0 || length > sequence.covered;
+    if (moves) {
+        if (auto why = neverFits(slot, length)) return never(*std::move(why));
+    }
     if (tokens > tokens_left) {
         return wait(fmt::format("sequence {}: {} tokens, {} are left of max_step_tokens {}",
                                 sequence.id, tokens, tokens_left, limits.max_step_tokens));
     }
-    const std::int64_t length = sequence.length + tokens;
-    if (sequence.host_blocks > 0 || length > sequence.covered) {
-        if (auto why = neverFits(slot, length)) return never(*std::move(why));
+    if (moves) {
         if (auto why = bringIn(slot, length)) return wait(*std::move(why));
     }
     cold.remove(slot);

@@ -1,5 +1,6 @@
 // Layer groups that differ in KV heads, head dim, window and rotary embedding, on 1, 2 and 4 ranks.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <vector>
@@ -208,6 +209,55 @@ TEST_F(CacheWindowsTest, PoolsAreAsLargeAsWindowsNeed) {
     const CacheStats after = cache.stats();
     EXPECT_EQ(after.offloaded_blocks, 0);
     EXPECT_EQ(after.groups[0].device_blocks_free, 256 - 59 - 2 - 2);
+}
+
+// Each layer from its own group's blocks: those of full attention are in host memory in part, those
+// of the windows are not.
+TEST_F(CacheWindowsTest, GathersEachLayerFromItsGroup) {
+    CacheConfig config = mixedConfig();
+    config.device_blocks = 28;
+    config.host_blocks = 28;
+    Cache cache = make(config);
+    const SequenceId a = allocate(cache, 400);
+    const SequenceId b = allocate(cache, 400);
+    runAll(cache, Requests().run(a, 300));
+    runAll(cache, Requests().run(b, 200));
+    ASSERT_GT(cache.stats().offloaded_blocks, 0);
+    for (int layer = 0; layer < layers; ++layer) {
+        const LayerGroup& group = groupOf(config, layer);
+        const CacheHeads heads = cache.heads(layer);
+        const auto row =
+            static_cast<std::size_t>(heads.kv_heads) * static_cast<std::size_t>(heads.head_dim);
+        using BitsOnDevice = test::DeviceVector<std::uint16_t>;
+        const BitsOnDevice k(*process, 300 * row), v(*process, 300 * row);
+        const Result<void> gathered = cache.gather(a, layer, k.data(), v.data());
+        if (group.window == 0) {
+            ASSERT_FALSE(gathered) << layer;
+            EXPECT_EQ(gathered.error().code, ErrorCode::does_not_fit);
+            continue;
+        }
+        ASSERT_TRUE(gathered) << layer << ": " << gathered.error().message;
+        const std::vector<std::uint16_t> bits = k.download();
+        for (std::int64_t at = 0; at < 300; ++at) {
+            for (int head = 0; head < heads.kv_heads; ++head) {
+                std::vector<float> key;
+                for (int element = 0; element < heads.head_dim; ++element)
+                    key.push_back(
+                        valueAt(3 * layer + 1, a, at, heads.first_kv_head + head, element));
+                oracle::rotate(key, at, launch::oracleRotary(group.rotary.value_or(config.rotary)));
+                const std::size_t begin = static_cast<std::size_t>(at) * row +
+                                          static_cast<std::size_t>(head * heads.head_dim);
+                for (std::size_t i = 0; i < key.size(); ++i) {
+                    const double stored =
+                        std::bit_cast<float>(std::uint32_t{bits[begin + i]} << 16);
+                    // The next token, at 300, sees its window less itself.
+                    const bool left = at < 300 - (group.window - 1);
+                    ASSERT_EQ(stored, left ? 0.0 : oracle::rounded(key[i], oracle::Format::bf16))
+                        << "layer " << layer << " position " << at << " element " << i;
+                }
+            }
+        }
+    }
 }
 
 TEST_F(CacheWindowsTest, HeadsAreThoseOfTheLayersGroup) {

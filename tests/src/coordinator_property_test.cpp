@@ -179,6 +179,7 @@ const std::vector<Setting>& settings() {
         {"four contexts, two groups", 3, 4096, 3000, 4, {256, 64}, {0, 0}, 18, 9, 40000},
         {"longer than the tier", 4, 64, 16, 1, {4}, {0}, 8, 4, 100000},
         {"a window", 5, 64, 8, 1, {4}, {6}, 7, 4, 100000},
+        {"a window, steps beyond the tier", 4, 64, 32, 1, {4}, {6}, 5, 4, 40000},
         {"a window of one", 4, 24, 6, 1, {1}, {1}, 9, 5, 60000},
         {"a window as long as the sequence", 4, 16, 12, 1, {4}, {16}, 6, 3, 60000},
         {"two windows and none", 4, 32, 12, 1, {2, 4, 8}, {5, 0, 16}, 9, 5, 100000},
