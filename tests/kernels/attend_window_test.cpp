@@ -73,7 +73,7 @@ TYPED_TEST(AttendWindowTest, LongSequences) {
 }
 
 TYPED_TEST(AttendWindowTest, HeadDimsFormatsAndGroups) {
-    for (const NumberFormat format : {NumberFormat::bf16, NumberFormat::fp16})
+    for (const NumberFormat format : attendedFormats(*this->device_))
         for (const int head_dim : {64, 80, 96, 128, 256})
             this->checkDecode(
                 {.format = format, .query_heads = 6, .kv_heads = 2, .head_dim = head_dim}, {},
@@ -98,6 +98,24 @@ TYPED_TEST(AttendWindowTest, SeveralTokensAreCausal) {
             expectOracle(world, states, row, 1, row, window);
         for (std::int64_t row = 0; row < 100; row += 9)
             expectOracle(world, states, 300 + row, 0, 470 + row, window);
+    }
+}
+
+// What a later row of a unit sees begins within the tokens that are listed, and so do its scores
+// and their scales.
+TYPED_TEST(AttendWindowTest, RowsSoftcapAndScaleWhatTheySee) {
+    for (const NumberFormat format : attendedFormats(*this->device_)) {
+        const Model model{
+            .format = format, .query_heads = 6, .kv_heads = 2, .head_dim = 64, .softcap = 3.0F};
+        const PagedWorld world(*this->device_, model, {.block_size = 4},
+                               {{.id = 0, .length = 530}});
+        for (const std::int64_t window : {1, 3, 250}) {
+            const States states =
+                attend(world, {{.slot = 0, .rows = 40, .first_row = 0, .first_position = 490}},
+                       {.window = window});
+            for (std::int64_t row = 0; row < 40; row += 3)
+                expectOracle(world, states, row, 0, 490 + row, window);
+        }
     }
 }
 
@@ -130,19 +148,30 @@ const Model bits_model{.query_heads = 6, .kv_heads = 2, .head_dim = 64};
 // Blocks behind the window that are there, that were freed (ids out of range), or that hold NaN:
 // another sequence's.
 TYPED_TEST(AttendWindowTest, WhatLiesBehindChangesNoBit) {
-    for (const std::int64_t window : {1, 2, 200, 256, 257, 400}) {
+    struct Case {
+        NumberFormat format;
+        std::int64_t window;
+    };
+    std::vector<Case> cases;
+    for (const std::int64_t window : {1, 2, 200, 256, 257, 400})
+        cases.push_back({NumberFormat::bf16, window});
+    for (const NumberFormat format : attendedFormats(*this->device_))
+        cases.push_back({format, 100});
+    for (const auto& [format, window] : cases) {
+        Model model = bits_model;
+        model.format = format;
         const std::int64_t first_0 = 1337 - window;
         const std::int64_t first_1 = 501 - window;
         const AttendOptions options{.window = window};
         const States expected =
-            attend(PagedWorld(*this->device_, bits_model, {.block_size = 16},
+            attend(PagedWorld(*this->device_, model, {.block_size = 16},
                               {{.id = 0, .length = 1337}, {.id = 1, .length = 530}}),
                    two_runs, options);
-        Model poisoned = bits_model;
+        Model poisoned = model;
         poisoned.number = [&](Kind kind, int sequence, std::int64_t position, int head,
                               int element) {
             if (kind != Kind::q && position < (sequence == 0 ? first_0 : first_1)) return nan;
-            return bits_model.value(kind, sequence, position, head, element);
+            return model.value(kind, sequence, position, head, element);
         };
         for (int block_size = 1; block_size <= 256; block_size *= 4) {
             for (const bool freed : {false, true}) {
@@ -153,7 +182,8 @@ TYPED_TEST(AttendWindowTest, WhatLiesBehindChangesNoBit) {
                                        {{.id = 0, .length = 1337, .first = begin(first_0)},
                                         {.id = 1, .length = 530, .first = begin(first_1)}});
                 EXPECT_TRUE(sameBits(expected, attend(world, two_runs, options)))
-                    << "window " << window << " block size " << block_size << " freed " << freed;
+                    << name(format) << " window " << window << " block size " << block_size
+                    << " freed " << freed;
             }
         }
     }

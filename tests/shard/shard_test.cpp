@@ -236,7 +236,7 @@ std::vector<double> expected(const RigShape& setup, SequenceId id, int layer, st
                              int head) {
     const auto sequence = static_cast<std::int64_t>(id);
     const oracle::Rotary rotary{.dim = setup.rotary_dim};
-    const auto headOf = [&](int what, std::int64_t at, int which) {
+    const auto head_of = [&](int what, std::int64_t at, int which) {
         std::vector<float> values;
         for (int element = 0; element < setup.head_dim; ++element) {
             values.push_back(valueAt(what, sequence, layer, at, which, element));
@@ -248,12 +248,12 @@ std::vector<double> expected(const RigShape& setup, SequenceId id, int layer, st
     std::vector<double> k, v;
     const std::int64_t window = setup.window == 0 ? position + 1 : setup.window;
     for (std::int64_t at = std::max<std::int64_t>(0, position - window + 1); at <= position; ++at) {
-        for (const float x : headOf(1, at, kv_head))
+        for (const float x : head_of(1, at, kv_head))
             k.push_back(oracle::rounded(x, oracle::Format::bf16));
-        for (const float x : headOf(2, at, kv_head))
+        for (const float x : head_of(2, at, kv_head))
             v.push_back(oracle::rounded(x, oracle::Format::bf16));
     }
-    const std::vector<float> q = headOf(0, position, head);
+    const std::vector<float> q = head_of(0, position, head);
     return oracle::attention(std::vector<double>(q.begin(), q.end()), k, v, 0.125).out;
 }
 
@@ -288,8 +288,9 @@ TEST_F(ShardTest, DecodesWithinTheBoundsOfTheOracleAmidPoison) {
             for (int layer = 0; layer < setup.layers; ++layer) {
                 for (int row = 0; row < 3; ++row) {
                     for (int head = 0; head < setup.query_heads; ++head) {
-                        const std::size_t at = static_cast<std::size_t>(
-                            ((layer * 3 + row) * setup.query_heads + head) * setup.head_dim);
+                        const int state = (layer * 3 + row) * setup.query_heads + head;
+                        const auto at = static_cast<std::size_t>(state) *
+                                        static_cast<std::size_t>(setup.head_dim);
                         const std::vector<double> reference =
                             row < 2 ? expected(setup, b, layer, 3 + row, head)
                                     : expected(setup, a, layer, 530, head);
@@ -386,8 +387,15 @@ std::vector<std::vector<float>> inTurnsWithinWindows(const RigShape& setup) {
 }
 
 TEST_F(ShardTest, WindowsFreeBlocksAndOffloadedOnesGiveTheSameBits) {
-    for (const std::int64_t window : {1, 20, 50}) {
+    std::vector<std::pair<NumberFormat, std::int64_t>> cases;
+    for (const std::int64_t window : {1, 20, 50})
+        cases.emplace_back(NumberFormat::bf16, window);
+    for (const NumberFormat format : test::attendedFormats(*DeviceTraits::make()))
+        cases.emplace_back(format, 33);
+    for (const auto& [format, window] : cases) {
+        SCOPED_TRACE(name(format));
         RigShape whole;
+        whole.format = format;
         whole.window = window;
         const std::vector<std::vector<float>> reference = inTurnsWithinWindows(whole);
         RigShape windows = whole;
@@ -406,9 +414,17 @@ TEST_F(ShardTest, WindowsFreeBlocksAndOffloadedOnesGiveTheSameBits) {
     }
 }
 
+// Numbers that have scales are given in the input format, fp32.
 TEST_F(ShardTest, GathersZerosForWhatAWindowHasLeft) {
-    for (const std::int64_t window : {1, 20, 150}) {
+    std::vector<std::pair<NumberFormat, std::int64_t>> cases;
+    for (const NumberFormat format : test::attendedFormats(*DeviceTraits::make()))
+        for (const std::int64_t window : {1, 20, 150})
+            cases.emplace_back(format, window);
+    for (const auto& [format, window] : cases) {
+        SCOPED_TRACE(name(format));
+        const std::size_t element = hasScales(format) ? sizeof(float) : sizeof(std::uint16_t);
         RigShape setup;
+        setup.format = format;
         setup.window = window;
         Rig rig(setup);
         const SequenceId a = rig.allocate(200);
@@ -416,12 +432,14 @@ TEST_F(ShardTest, GathersZerosForWhatAWindowHasLeft) {
             rig.step(Requests().run(a, 15), false);
         rig.begin({});
         RigShape plain;
+        plain.format = format;
         Rig other(plain);
         ASSERT_EQ(other.allocate(200), a);
         other.step(Requests().run(a, 150), false);
         const auto gather = [&](Rig& from) {
-            const auto k = test::DeviceArray<std::uint16_t>::poisoned(from.device(), 150 * 2 * 64);
-            const auto v = test::DeviceArray<std::uint16_t>::poisoned(from.device(), 150 * 2 * 64);
+            const auto bytes = 150 * 2 * 64 * element;
+            const auto k = test::DeviceArray<std::byte>::poisoned(from.device(), bytes);
+            const auto v = test::DeviceArray<std::byte>::poisoned(from.device(), bytes);
             EXPECT_TRUE(from.shard().gather(a, 1, k.data(), v.data(), from.stream()));
             k.expectGuardIntact();
             v.expectGuardIntact();
@@ -430,8 +448,9 @@ TEST_F(ShardTest, GathersZerosForWhatAWindowHasLeft) {
         auto [k, v] = gather(other);
         // The next token, at 150, sees its window less itself.
         const std::int64_t left = 150 - (window - 1);
-        std::fill_n(k.begin(), left * 2 * 64, std::uint16_t{0});
-        std::fill_n(v.begin(), left * 2 * 64, std::uint16_t{0});
+        const std::size_t cleared = static_cast<std::size_t>(left) * 2 * 64 * element;
+        std::fill_n(k.begin(), cleared, std::byte{0});
+        std::fill_n(v.begin(), cleared, std::byte{0});
         EXPECT_EQ(gather(rig), std::pair(k, v)) << window;
     }
 }

@@ -24,7 +24,7 @@ using testing::HasSubstr;
 std::vector<double> expected(SequenceId sequence, std::int64_t position, int head,
                              const oracle::ScoreTerms& terms = {}) {
     const oracle::Rotary rotary{.dim = head_dim};
-    const auto headOf = [&](int what, std::int64_t at, int which) {
+    const auto head_of = [&](int what, std::int64_t at, int which) {
         std::vector<float> values;
         for (int element = 0; element < head_dim; ++element) {
             values.push_back(valueAt(what, sequence, at, which, element));
@@ -35,12 +35,12 @@ std::vector<double> expected(SequenceId sequence, std::int64_t position, int hea
     const int kv_head = head / (query_heads / kv_heads);
     std::vector<double> k, v;
     for (std::int64_t at = 0; at <= position; ++at) {
-        for (const float x : headOf(1, at, kv_head))
+        for (const float x : head_of(1, at, kv_head))
             k.push_back(oracle::rounded(x, oracle::Format::bf16));
-        for (const float x : headOf(2, at, kv_head))
+        for (const float x : head_of(2, at, kv_head))
             v.push_back(oracle::rounded(x, oracle::Format::bf16));
     }
-    const std::vector<float> q = headOf(0, position, head);
+    const std::vector<float> q = head_of(0, position, head);
     return oracle::attention(std::vector<double>(q.begin(), q.end()), k, v, 0.125, terms).out;
 }
 

@@ -43,6 +43,10 @@ const LayerGroup& groupOf(const CacheConfig& config, int layer) {
                          });
 }
 
+float sinkOf(int layer, int head) {
+    return 0.5F * static_cast<float>((3 * layer + head) % 7) - 0.5F;
+}
+
 class CacheWindowsTest : public CacheTest {
 protected:
     // One step of all layers; the outputs of each.
@@ -79,7 +83,7 @@ protected:
                              std::int64_t position, std::span<const float> row) {
         const LayerGroup& group = groupOf(config, layer);
         const auto rotary = launch::oracleRotary(group.rotary.value_or(config.rotary));
-        const auto headOf = [&](int what, std::int64_t at, int which) {
+        const auto head_of = [&](int what, std::int64_t at, int which) {
             std::vector<float> values;
             for (int element = 0; element < group.head_dim; ++element)
                 values.push_back(valueAt(3 * layer + what, sequence, at, which, element));
@@ -92,14 +96,16 @@ protected:
             std::vector<double> k, v;
             for (std::int64_t at = std::max<std::int64_t>(0, position + 1 - window); at <= position;
                  ++at) {
-                for (const float x : headOf(1, at, kv_head))
+                for (const float x : head_of(1, at, kv_head))
                     k.push_back(oracle::rounded(x, oracle::Format::bf16));
-                for (const float x : headOf(2, at, kv_head))
+                for (const float x : head_of(2, at, kv_head))
                     v.push_back(oracle::rounded(x, oracle::Format::bf16));
             }
-            const std::vector<float> q = headOf(0, position, head);
+            const std::vector<float> q = head_of(0, position, head);
+            oracle::ScoreTerms terms{.softcap = config.logit_softcap};
+            if (config.attention_sinks) terms.sink = sinkOf(layer, head);
             const auto expected = oracle::attention(std::vector<double>(q.begin(), q.end()), k, v,
-                                                    1.0 / std::sqrt(group.head_dim));
+                                                    1.0 / std::sqrt(group.head_dim), terms);
             const auto width = static_cast<std::size_t>(group.head_dim);
             EXPECT_LE(oracle::relativeError(
                           row.subspan(static_cast<std::size_t>(head) * width, width), expected.out),
@@ -124,6 +130,33 @@ TEST_F(CacheWindowsTest, EachLayerAttendsAsItsGroupDoes) {
         for (const std::size_t row : {1, 17, 40})
             expectOracle(config, layer, a, 570 + static_cast<std::int64_t>(row) - 1,
                          std::span(out).subspan(row * width, width));
+    }
+}
+
+// Every layer has its own sinks, and its group's scaling and attention factor.
+TEST_F(CacheWindowsTest, SoftcapSinksAndScalingsOfEachLayer) {
+    CacheConfig config = mixedConfig();
+    config.logit_softcap = 2;
+    config.attention_sinks = true;
+    config.rotary.scaling = LinearScaling{.factor = 8};
+    config.geometry.groups[1].rotary->scaling =
+        YarnScaling{.factor = 16, .original_max_position = 64};
+    Cache cache = make(config);
+    for (int layer = 0; layer < layers; ++layer) {
+        const CacheHeads heads = cache.heads(layer);
+        std::vector<float> logits;
+        for (int head = 0; head < heads.query_heads; ++head)
+            logits.push_back(sinkOf(layer, heads.first_query_head + head));
+        ASSERT_TRUE(cache.setSinks(layer, logits));
+    }
+    const SequenceId a = allocate(cache, 320);
+    runAll(cache, Requests().run(a, 290));
+    const auto outputs = runAll(cache, Requests().run(a, 2));
+    for (int layer = 0; layer < layers; ++layer) {
+        const std::vector<float>& out = outputs[static_cast<std::size_t>(layer)];
+        for (const std::size_t row : {0, 1})
+            expectOracle(config, layer, a, 290 + static_cast<std::int64_t>(row),
+                         std::span(out).subspan(row * out.size() / 2, out.size() / 2));
     }
 }
 
