@@ -109,7 +109,8 @@ struct CacheConfig {
     PoolLayout layout = PoolLayout::block_major;
     int block_size = 64;  // tokens, a power of two in [1, 256]; ignored by contiguous
     // Of each layer group on this rank; the least over ranks counts. The pool of a group with a
-    // window is no larger than what max_sequences windows and the tokens of a step need.
+    // window is no larger than what max_sequences windows and the tokens of a step need. A window
+    // frees no part of a contiguous block.
     std::int64_t device_blocks = 0;
     std::int64_t host_blocks = 0;  // likewise; 0: no offload
 
