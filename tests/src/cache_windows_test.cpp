@@ -294,10 +294,11 @@ TEST_F(CacheWindowsTest, GathersEachLayerFromItsGroup) {
 }
 
 TEST_F(CacheWindowsTest, HeadsAreThoseOfTheLayersGroup) {
-    Cache cache = make(mixedConfig());
+    const CacheConfig config = mixedConfig();
+    Cache cache = make(config);
     const int ranks = process->size();
     for (const int layer : {0, 1, 2, 3, 4}) {
-        const LayerGroup& group = groupOf(mixedConfig(), layer);
+        const LayerGroup& group = groupOf(config, layer);
         const CacheHeads heads = cache.heads(layer);
         EXPECT_EQ(heads.query_heads, query_heads / ranks);
         EXPECT_EQ(heads.kv_heads, group.kv_heads / ranks);
