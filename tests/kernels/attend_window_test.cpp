@@ -73,7 +73,7 @@ TYPED_TEST(AttendWindowTest, LongSequences) {
 }
 
 TYPED_TEST(AttendWindowTest, HeadDimsFormatsAndGroups) {
-    for (const NumberFormat format : attendedFormats(*this->device_))
+    for (const NumberFormat format : kv_formats)
         for (const int head_dim : {64, 80, 96, 128, 256})
             this->checkDecode(
                 {.format = format, .query_heads = 6, .kv_heads = 2, .head_dim = head_dim}, {},
@@ -104,7 +104,7 @@ TYPED_TEST(AttendWindowTest, SeveralTokensAreCausal) {
 // What a later row of a unit sees begins within the tokens that are listed, and so do its scores
 // and their scales.
 TYPED_TEST(AttendWindowTest, RowsSoftcapAndScaleWhatTheySee) {
-    for (const NumberFormat format : attendedFormats(*this->device_)) {
+    for (const NumberFormat format : kv_formats) {
         const Model model{
             .format = format, .query_heads = 6, .kv_heads = 2, .head_dim = 64, .softcap = 3.0F};
         const PagedWorld world(*this->device_, model, {.block_size = 4},
@@ -155,7 +155,7 @@ TYPED_TEST(AttendWindowTest, WhatLiesBehindChangesNoBit) {
     std::vector<Case> cases;
     for (const std::int64_t window : {1, 2, 200, 256, 257, 400})
         cases.push_back({NumberFormat::bf16, window});
-    for (const NumberFormat format : attendedFormats(*this->device_))
+    for (const NumberFormat format : kv_formats)
         cases.push_back({format, 100});
     for (const auto& [format, window] : cases) {
         Model model = bits_model;
