@@ -238,8 +238,9 @@ AttendLaunch launchOf(const AttendParams& params, const AttendKernel& kernel,
     launch.tile_rows = kernel.tile_rows;
     launch.stages = stagesFor(kernel, {device.sharedBytes(), device.sharedBytesOfMultiprocessor()});
     const std::int64_t room = static_cast<std::int64_t>(params.workspace_bytes / sizeof(float));
-    // A tree of one round is not cut.
-    launch.folds = params.max_position >= attend_warps * stripe_tokens;
+    // A tree of one round is not cut. One that begins behind the first stripe has all lanes.
+    const std::int64_t uncut = params.window == 0 ? attend_warps * stripe_tokens : stripe_tokens;
+    launch.folds = params.max_position >= uncut;
     launch.slots = std::min(most_slots, room / slotNumbers(kernel.tile_rows, params.head_dim));
     return launch;
 }
