@@ -20,6 +20,11 @@ KVGRID_HOST_DEVICE std::int64_t findBlock(const BlockTableView& tables, std::int
     return block >= 0 && block < max_num_blocks ? block : no_block;
 }
 
+// The first position that a row at `position` sees with a window, or, 0, without.
+KVGRID_HOST_DEVICE constexpr std::int64_t firstSeen(std::int64_t position, std::int64_t window) {
+    return window == 0 || position < window ? 0 : position - window + 1;
+}
+
 // K of a token; its V lies pool.value_offset bytes further.
 KVGRID_HOST_DEVICE std::byte* keyRow(const PoolView& pool, std::int64_t layer, std::int64_t block,
                                      std::int64_t head, std::int64_t within) {

@@ -7,6 +7,7 @@
 #include "kernels/cpu/cpu_device.h"
 #include "kernels/cpu/merge_states.h"
 #include "kernels/cpu/operations.h"
+#include "kernels/paging.h"
 
 namespace kvgrid::cpu {
 namespace {

@@ -1,7 +1,6 @@
 // One unit of attend: a block of rows of a run, the query heads of one KV head, a subtree of lanes.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -30,11 +29,6 @@ struct AttendUnit {
     float* out = nullptr;
     float* lse = nullptr;
 };
-
-// The first position that a row at `position` sees.
-inline std::int64_t firstSeen(std::int64_t position, std::int64_t window) {
-    return window == 0 ? 0 : std::max<std::int64_t>(0, position - window + 1);
-}
 
 // The tokens of a stripe that some row of the unit sees and whose blocks exist.
 struct StripeTokens {

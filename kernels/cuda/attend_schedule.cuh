@@ -23,6 +23,7 @@
 #include "kernels/attention_state.h"
 #include "kernels/cuda/ptx.cuh"
 #include "kernels/ops.h"
+#include "kernels/paging.h"
 
 namespace kvgrid::cuda {
 
@@ -57,11 +58,6 @@ struct RunShape {
 
 __device__ __forceinline__ int bitsFor(std::int64_t count) {  // the least with 2^bits >= count
     return count <= 1 ? 0 : 64 - __clzll(count - 1);
-}
-
-// The first position that a row at `position` sees.
-__device__ __forceinline__ std::int64_t firstSeen(std::int64_t position, std::int64_t window) {
-    return window == 0 || position < window ? 0 : position - window + 1;
 }
 
 __device__ __forceinline__ RunShape shapeOf(const Run& run, const AttendParams& params,
