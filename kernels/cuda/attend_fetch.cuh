@@ -372,8 +372,11 @@ private:
                     const auto* const scale = reinterpret_cast<const std::uint16_t*>(
                         keyScale(pool, params_.layer, place.block, leaf_.kv_head, place.within));
                     const auto at = static_cast<std::uint32_t>(Shape::rows_bytes + 2 * token);
-                    storeShared(to + at, *scale);
-                    storeShared(to + at + Shape::scales_bytes, scale[pool.value_offset / 2]);
+                    // Past the L1 cache: beside an old token's scale may lie one that the launch
+                    // before is still writing.
+                    storeShared(to + at, __ldcg(scale));
+                    storeShared(to + at + Shape::scales_bytes,
+                                __ldcg(scale + pool.value_offset / 2));
                 }
             }
             present |= std::uint64_t{__ballot_sync(all_lanes, sources[i] != nullptr)}
