@@ -1,14 +1,13 @@
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/numbers.cuh"
 #include "kernels/cuda/operations.h"
+#include "kernels/cuda/ptx.cuh"
 #include "kernels/paging.h"
 
 namespace kvgrid::cuda {
 namespace {
 
 constexpr int threads = 256;
-constexpr int warp_size = 32;
-constexpr unsigned all_lanes = 0xFFFFFFFFU;
 // Blocks of threads that share a run's rows, so many that all together fill a GPU.
 constexpr std::int64_t blocks_wanted = 1024;
 

@@ -19,7 +19,7 @@ struct AttendShape {
     static constexpr bool has_scales = scaleBytes(format, 1) != 0;
     static constexpr int row_bytes = head_dim * static_cast<int>(bytesPerElement(format));
     static constexpr int row_chunks = row_bytes / 16;
-    // Copies of 8 KB, of which eight warps can have two under way each.
+    // Copies of up to 8 KB, of which eight warps can have two under way each.
     static constexpr int tile_tokens = row_bytes <= 128 ? 64 : row_bytes <= 256 ? 32 : 16;
     static constexpr int tiles = stripe_tokens / tile_tokens;  // of a leaf
     static constexpr std::uint64_t tile_mask = ~std::uint64_t{0} >> (64 - tile_tokens);

@@ -27,8 +27,6 @@
 
 namespace kvgrid::cuda {
 
-inline constexpr int warp_size = 32;
-inline constexpr unsigned all_lanes = 0xFFFFFFFFU;
 inline constexpr int attend_warps = 4;
 inline constexpr int product_rows = 8;  // query rows of a matrix product
 inline constexpr int queue_slots = 3;

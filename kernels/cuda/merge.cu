@@ -5,17 +5,16 @@
 namespace kvgrid::cuda {
 namespace {
 
-constexpr int warp = 32;
 constexpr int warps = 8;
 constexpr std::int64_t most_blocks = 1 << 20;
 static_assert(fold_most >= lane_count);
 
 // A state a warp, four numbers of it a thread.
-__global__ void __launch_bounds__(warps* warp)
+__global__ void __launch_bounds__(warps* warp_size)
     merge_kernel(const __grid_constant__ MergeParams params) {
-    const int lane = static_cast<int>(threadIdx.x) % warp;
+    const int lane = static_cast<int>(threadIdx.x) % warp_size;
     const int part_bits = 31 - __clz(params.parts);
-    for (std::int64_t row = std::int64_t{blockIdx.x} * warps + threadIdx.x / warp;
+    for (std::int64_t row = std::int64_t{blockIdx.x} * warps + threadIdx.x / warp_size;
          row < params.rows; row += std::int64_t{gridDim.x} * warps) {
         // In order of the tree: + parts / 2 is folded first, so it is the lowest bit.
         const auto stateAt = [&](int index) {
@@ -26,7 +25,7 @@ __global__ void __launch_bounds__(warps* warp)
         const FoldWeights fold =
             foldWeights(params.parts, [&](int index) { return params.lse_parts[stateAt(index)]; });
         const float lse = __shfl_sync(all_lanes, fold.lse, 0);
-        for (int first = 0; first < params.head_dim; first += 4 * warp) {
+        for (int first = 0; first < params.head_dim; first += 4 * warp_size) {
             const int at = first + 4 * lane;
             const bool owns = at < params.head_dim;
             const auto read = [&](int index) {
@@ -59,7 +58,7 @@ void merge(const MergeParams& params, StreamView stream) {
                                              ", " + std::to_string(params.parts) + " parts");
     if (params.rows == 0) return;
     useDevice(stream);
-    merge_kernel<<<gridFor((params.rows + warps - 1) / warps, most_blocks), warps * warp, 0,
+    merge_kernel<<<gridFor((params.rows + warps - 1) / warps, most_blocks), warps * warp_size, 0,
                    handleOf(stream)>>>(params);
     checkLaunch("merge_kernel");
 }

@@ -11,6 +11,9 @@
 
 namespace kvgrid::cuda {
 
+inline constexpr int warp_size = 32;
+inline constexpr unsigned all_lanes = 0xFFFFFFFFU;
+
 [[nodiscard]] __device__ __forceinline__ std::uint32_t sharedAddress(const void* pointer) {
     return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
 }

@@ -11,7 +11,6 @@ namespace kvgrid::cuda {
 namespace {
 
 constexpr int threads = 256;
-constexpr int warp = 32;
 constexpr int stages = 3;
 constexpr int stage_bytes = 32768;
 constexpr int shared_bytes = stages * stage_bytes;
@@ -74,8 +73,8 @@ __device__ unsigned long long readAll(const ReadRunsParams& params, std::byte* s
     __shared__ std::uint64_t barriers[stages];
     const Stages work(params);
     const std::uint64_t policy = evictFirst();
-    const int lane = static_cast<int>(threadIdx.x) % warp;
-    const bool fetches = threadIdx.x < warp;
+    const int lane = static_cast<int>(threadIdx.x) % warp_size;
+    const bool fetches = threadIdx.x < warp_size;
     const auto barrierOf = [&](int stage) { return sharedAddress(&barriers[stage]); };
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < stages; ++stage)
@@ -94,7 +93,7 @@ __device__ unsigned long long readAll(const ReadRunsParams& params, std::byte* s
         if (lane == 0) expectBytes(barrierOf(stage), runs * bytes);
         __syncwarp();
         const auto to = sharedAddress(shared + stage * stage_bytes);
-        for (int run = lane; run < runs; run += warp)
+        for (int run = lane; run < runs; run += warp_size)
             copyBulk(to + static_cast<std::uint32_t>(run * bytes), work.source(params, index, run),
                      bytes, barrierOf(stage), policy);
     };
@@ -143,13 +142,13 @@ __global__ void __launch_bounds__(threads)
     read_runs_kernel(const __grid_constant__ ReadLaunch launch) {
     extern __shared__ __align__(128) std::byte shared[];
     unsigned long long sum = readAll(launch.params, shared);
-    for (int distance = warp / 2; distance > 0; distance /= 2)
-        sum += __shfl_xor_sync(0xFFFFFFFFU, sum, distance);
-    __shared__ unsigned long long sums[threads / warp];
-    if (threadIdx.x % warp == 0) sums[threadIdx.x / warp] = sum;
+    for (int distance = warp_size / 2; distance > 0; distance /= 2)
+        sum += __shfl_xor_sync(all_lanes, sum, distance);
+    __shared__ unsigned long long sums[threads / warp_size];
+    if (threadIdx.x % warp_size == 0) sums[threadIdx.x / warp_size] = sum;
     __syncthreads();
     if (threadIdx.x != 0) return;
-    for (int i = 1; i < threads / warp; ++i)
+    for (int i = 1; i < threads / warp_size; ++i)
         sum += sums[i];
     Meeting& meeting = meeting_of_launch[launch.meeting];
     atomicAdd(&meeting.sum, sum);

@@ -242,19 +242,8 @@ TYPED_TEST(AttendBitsTest, ContextRanksMergeToTheWhole) {
             out_parts.insert(out_parts.end(), states.out.begin(), states.out.end());
             lse_parts.insert(lse_parts.end(), states.lse.begin(), states.lse.end());
         }
-        const auto device_out = DeviceArray<float>::of(device, out_parts);
-        const auto device_lse = DeviceArray<float>::of(device, lse_parts);
-        const auto out = DeviceArray<float>::poisoned(device, whole.out.size());
-        const auto lse = DeviceArray<float>::poisoned(device, whole.lse.size());
-        device.operations().merge({.rows = 4,
-                                   .parts = ranks,
-                                   .head_dim = 64,
-                                   .out_parts = device_out.data(),
-                                   .lse_parts = device_lse.data(),
-                                   .out = out.data(),
-                                   .lse = lse.data()},
-                                  device.defaultStream());
-        EXPECT_TRUE(sameBits(whole, {out.download(), lse.download()})) << ranks << " ranks";
+        EXPECT_TRUE(sameBits(whole, mergeParts(device, model, ranks, out_parts, lse_parts)))
+            << ranks << " ranks";
     }
 }
 

@@ -400,6 +400,26 @@ inline oracle::State oracleState(const PagedWorld& world, int slot, std::int64_t
                              {.softcap = static_cast<double>(model.softcap)});
 }
 
+// The states of `ranks` context ranks, rank by rank, merged by the device.
+inline States mergeParts(Device& device, const Model& model, int ranks,
+                         const std::vector<float>& out_parts, const std::vector<float>& lse_parts) {
+    const std::size_t states = lse_parts.size() / static_cast<std::size_t>(ranks);
+    const auto device_out = DeviceArray<float>::of(device, out_parts);
+    const auto device_lse = DeviceArray<float>::of(device, lse_parts);
+    const auto out =
+        DeviceArray<float>::poisoned(device, states * static_cast<std::size_t>(model.head_dim));
+    const auto lse = DeviceArray<float>::poisoned(device, states);
+    device.operations().merge({.rows = static_cast<std::int64_t>(states),
+                               .parts = ranks,
+                               .head_dim = model.head_dim,
+                               .out_parts = device_out.data(),
+                               .lse_parts = device_lse.data(),
+                               .out = out.data(),
+                               .lse = lse.data()},
+                              device.defaultStream());
+    return {out.download(), lse.download()};
+}
+
 // Compares some heads of a row with the oracle.
 inline void expectOracle(const PagedWorld& world, const States& states, std::int64_t row, int slot,
                          std::int64_t position, std::int64_t window = 0) {
