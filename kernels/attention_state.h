@@ -86,9 +86,9 @@ KVGRID_HOST_DEVICE MergeWeights mergeWeights(float left_lse, float right_lse) {
 
 // One element of `out`.
 KVGRID_HOST_DEVICE float mergeOut(const MergeWeights& weights, float left, float right) {
-    if (weights.right == 0.0F) return left;
-    if (weights.left == 0.0F) return right;
-    return exact::step(weights.left, left, exact::product(weights.right, right));
+    const float both = exact::step(weights.left, left, exact::product(weights.right, right));
+    const float one = weights.right == 0.0F ? left : right;
+    return weights.right == 0.0F || weights.left == 0.0F ? one : both;  // no branch
 }
 
 }  // namespace kvgrid

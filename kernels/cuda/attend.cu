@@ -12,140 +12,154 @@ namespace {
 constexpr std::int64_t most_slots = 4096;
 constexpr int least_stages = 2;
 
-constexpr int fold_warps = 16;
-constexpr int fold_blocks_per_multiprocessor = 2;
-static_assert(fold_warps * fold_most >= 1 << most_unit_bits && fold_most >= small_tree &&
-              fold_warps <= 2 * small_tree);
+static_assert(fold_warps * small_tree >= 1 << most_unit_bits && small_tree == warp_size &&
+              2 * small_tree / fold_warps == 4);
+// Numbers of the workspace are counted by an int.
+static_assert(most_slots * slotNumbers(2 * product_rows, 256) < std::int64_t{1} << 31);
 
-// One row of a cut tree.
+// Units of which the lanes of a warp hold several numbers each; of more it is one number a lane.
+constexpr int few_units = 8;
+
+// Numbers of a row that a warp folds at a time.
+__device__ __forceinline__ int numbersAtOnce(int units) {
+    return units <= few_units ? FoldGroups(units).numbers() : warp_size;
+}
+
+// A row of a cut tree.
 struct TreeRow {
-    const float* first;   // the slot of the tree's first unit
-    std::int64_t stride;  // from one unit's slot to the next's, in numbers
+    const float* out;  // in the slot of the tree's first unit
+    const float* lse;
+    int stride;  // from one unit's slot to the next's, in numbers
     int units;
-    int row;          // of the tile
-    int lse_at;       // of the row's lse in a slot
-    std::int64_t to;  // state of the output
-    bool there;
+    int head_dim;
+    float* to_out;
+    float* to_lse;
 
-    __device__ TreeRow(const AttendLaunch& launch, const Unit& tree, int row_of_tile)
-        : row(row_of_tile),
-          there(row_of_tile < tree.rows) {
+    __device__ TreeRow(const AttendLaunch& launch, const Unit& tree, int row) {
         const AttendParams& params = launch.params;
-        const std::int64_t numbers = slotNumbers(launch.tile_rows, params.head_dim);
-        first = static_cast<const float*>(params.workspace) + tree.workspace_slot * numbers;
+        head_dim = params.head_dim;
+        const auto numbers = static_cast<int>(slotNumbers(launch.tile_rows, head_dim));
+        const float* const slot =
+            static_cast<const float*>(params.workspace) + tree.workspace_slot * numbers;
+        out = slot + row * head_dim;
+        lse = slot + launch.tile_rows * head_dim + row;
         stride = tree.slot_stride * numbers;
         units = 1 << (tree.shape.round_bits - tree.round_bits);
-        lse_at = launch.tile_rows * params.head_dim + row;
         const int group = params.query_heads / params.kv_heads;
-        const Unit::Query query = tree.query(there ? row : 0, group);
-        to = query.row * params.query_heads + tree.kv_head * group + query.head;
+        const Unit::Query query = tree.query(row, group);
+        const std::int64_t to = query.row * params.query_heads + tree.kv_head * group + query.head;
+        to_out = params.out + to * head_dim;
+        to_lse = params.lse + to;
+    }
+
+    // Of the whole row, the lane's numbers from `number` on.
+    __device__ __forceinline__ void store(const StatePart& state, int number) const {
+        state.storeOutput(to_out + number);
+        if (number == 0) *to_lse = state.lse;
     }
 };
 
-constexpr int fold_numbers = 4 * warp_size;  // of a state, at a time
+// A row of up to 8 units, by a warp: the numbers from `first` on that it folds at a time.
+__device__ __forceinline__ void foldFewUnits(const TreeRow& row, int first) {
+    const FoldGroups groups(row.units);
+    const int number = first + groups.firstNumber();
+    const bool owns = number < row.head_dim;
+    StatePart state;
+    const int at = groups.state() * row.stride;
+    if (owns) state.load(row.out + at + number, row.lse + at);
+    foldGroups(groups, state, StatePart{});
+    if (owns && groups.isFirst()) row.store(state, number);
+}
 
-// Four numbers a lane of the out of units, from `first` on; zeros beyond the head dim.
-struct UnitOuts {
-    const TreeRow& tree;
-    const float* units;
-    int head_dim;
-    int first;
-
-    __device__ __forceinline__ float4 operator()(int index) const {
-        const int at = first + 4 * (static_cast<int>(threadIdx.x) % warp_size);
-        if (at >= head_dim) return make_float4(0.0F, 0.0F, 0.0F, 0.0F);
-        return *reinterpret_cast<const float4*>(units + index * tree.stride + tree.row * head_dim +
-                                                at);
-    }
-};
-
-// A row of a tree of many units: by a block of threads.
-__device__ void foldLargeRow(const AttendParams& params, const TreeRow& tree) {
-    __shared__ __align__(16) float exchange[fold_warps][fold_numbers];
+// A row of more, by a team of warps, each of which folds up to 32 of the units: 32 numbers of it.
+__device__ __forceinline__ void foldManyUnits(const TreeRow& row, int first, int team_warps) {
+    __shared__ float2 weights[fold_warps][warp_size];
+    __shared__ __align__(16) float exchange[fold_warps][warp_size];
     __shared__ float exchange_lse[fold_warps];
-    const int head_dim = params.head_dim;
     const int warp = static_cast<int>(threadIdx.x) / warp_size;
     const int lane = static_cast<int>(threadIdx.x) % warp_size;
-    const int units_per_warp = tree.units / fold_warps;
-    const float* const mine = tree.first + std::int64_t{warp} * units_per_warp * tree.stride;
-    FoldWeights fold;
-    for (int first = 0; first < head_dim; first += fold_numbers) {
-        const UnitOuts read{tree, mine, head_dim, first};
-        FoldParts<float4> parts;
-        parts.load(0, units_per_warp, read);
-        if (first == 0) {
-            fold = foldWeights(units_per_warp,
-                               [&](int index) { return mine[index * tree.stride + tree.lse_at]; });
-            if (lane == 0) exchange_lse[warp] = fold.lse;
-        }
-        *reinterpret_cast<float4*>(&exchange[warp][4 * lane]) =
-            foldOuts(units_per_warp, fold, parts, read);
-        __syncthreads();
-        const int number = static_cast<int>(threadIdx.x);
-        if (number < fold_numbers) {
-            const auto readWarp = [&](int index) { return exchange[index][number]; };
-            FoldParts<float> warps;
-            warps.load(0, fold_warps, readWarp);
-            const FoldWeights last =
-                foldWeights(fold_warps, [&](int index) { return exchange_lse[index]; });
-            const float out = foldOuts(fold_warps, last, warps, readWarp);
-            const float lse = __shfl_sync(all_lanes, last.lse, 0);
-            if (first + number < head_dim)
-                params.out[tree.to * head_dim + first + number] = lse == empty_lse ? 0.0F : out;
-            if (number == 0) params.lse[tree.to] = lse;
-        }
-        __syncthreads();
+    const int warp_of_team = warp % team_warps;
+    const int number = first + lane;
+    const bool owns = number < row.head_dim;
+    const int units = row.units / team_warps;
+    const int at = warp_of_team * units * row.stride;
+    const float* const out = row.out + at + number;
+    FoldedNumber folded;
+    switch (units) {
+    case 32:
+        folded = foldNumbers<32>(out, owns, row.lse + at, row.stride, weights[warp]);
+        break;
+    case 16:
+        folded = foldNumbers<16>(out, owns, row.lse + at, row.stride, weights[warp]);
+        break;
+    case 8:
+        folded = foldNumbers<8>(out, owns, row.lse + at, row.stride, weights[warp]);
+        break;
+    default:
+        folded = foldNumbers<4>(out, owns, row.lse + at, row.stride, weights[warp]);
     }
+    if (team_warps == 1) {
+        if (owns) row.to_out[number] = folded.lse == empty_lse ? 0.0F : folded.out;
+        if (number == 0) *row.to_lse = folded.lse;
+        return;
+    }
+    const int team_threads = team_warps * warp_size;
+    const int barrier = 1 + warp / team_warps;
+    exchange[warp][lane] = folded.out;
+    exchange_lse[warp] = folded.lse;
+    syncThreads(barrier, team_threads);
+    const FoldGroups of_warps(team_warps);
+    if (warp_of_team * of_warps.numbers() < warp_size) {
+        const int of_part = warp_of_team * of_warps.numbers() + of_warps.firstNumber();
+        const bool is_part = of_part < warp_size;
+        StatePart state;
+        const int from = warp - warp_of_team + of_warps.state();
+        if (is_part) state.load(exchange[from] + of_part, exchange_lse + from);
+        foldGroups(of_warps, state, StatePart{});
+        if (is_part && first + of_part < row.head_dim && of_warps.isFirst())
+            row.store(state, first + of_part);
+    }
+    syncThreads(barrier, team_threads);
 }
 
-// A row of a tree of few units: by a warp.
-__device__ void foldSmallRow(const AttendParams& params, const TreeRow& tree) {
-    const int head_dim = params.head_dim;
-    const int lane = static_cast<int>(threadIdx.x) % warp_size;
-    FoldWeights fold;
-    float lse = empty_lse;
-    for (int first = 0; first < head_dim; first += fold_numbers) {
-        const UnitOuts read{tree, tree.first, head_dim, first};
-        FoldParts<float4> parts;
-        parts.load(0, tree.units, read);
-        if (first == 0) {
-            fold = foldWeights(tree.units, [&](int index) {
-                return tree.first[index * tree.stride + tree.lse_at];
-            });
-            lse = __shfl_sync(all_lanes, fold.lse, 0);
-        }
-        const float4 out = foldOuts(tree.units, fold, parts, read);
-        const int at = first + 4 * lane;
-        if (at < head_dim)
-            *reinterpret_cast<float4*>(params.out + tree.to * head_dim + at) =
-                lse == empty_lse ? make_float4(0.0F, 0.0F, 0.0F, 0.0F) : out;
-    }
-    if (lane == 0) params.lse[tree.to] = lse;
-}
-
-// Folds the units of cut trees.
-__global__ void __launch_bounds__(fold_warps* warp_size)
+// Folds the units of cut trees: those of many units first.
+__global__ void __launch_bounds__(fold_warps* warp_size, 2)
     attend_fold_kernel(const __grid_constant__ AttendLaunch launch) {
-    const int warp = static_cast<int>(threadIdx.x) / warp_size;
-    const PlanHeader header = *launch.plan.header;
-    const int rows = launch.tile_rows;
-    // Also where there is nothing to fold: whoever comes next waits for this launch alone.
-    waitForLaunchBefore();
+    // The launch behind this one waits for it alone, so all must wait for the one before.
     letNextLaunchStart();
-    if (blockIdx.x == 0 && threadIdx.x == 0) launch.plan.header->taken = 0;
-    for (int item = static_cast<int>(blockIdx.x); item < header.large_trees * rows;
-         item += static_cast<int>(gridDim.x)) {
-        const TreeRow tree(launch, loadUnit(launch.plan.trees + item / rows), item % rows);
-        if (tree.there) foldLargeRow(launch.params, tree);
+    const int head_dim = launch.params.head_dim;
+    const int warp = static_cast<int>(threadIdx.x) / warp_size;
+    const auto block = static_cast<int>(blockIdx.x);
+    const auto grid = static_cast<int>(gridDim.x);
+    const PlanHeader header = *launch.plan.header;
+#pragma unroll 1
+    for (int kind = 0; kind < 2; ++kind) {
+        const bool large = kind == 0;
+        const int rows = (large ? header.large_trees : header.small_trees) * launch.tile_rows;
+        const int numbers = numbersAtOnce(large ? header.large_units : header.small_units);
+        const int items = rows * ((head_dim + numbers - 1) / numbers);
+        const int team_warps = large ? header.large_units / small_tree : 1;
+        const int team = warp / team_warps;
+        // Blocks of threads without a large tree come first to small ones.
+        const int begin = team * grid + (large ? block : grid - 1 - block);
+        for (int item = begin; item < items; item += fold_warps / team_warps * grid) {
+            const int index = item % rows / launch.tile_rows;
+            const Unit tree =
+                loadUnit(launch.plan.trees + (large ? index : most_trees - 1 - index));
+            if (item % launch.tile_rows >= tree.rows) continue;
+            const TreeRow row(launch, tree, item % launch.tile_rows);
+            const int first = item / rows * numbersAtOnce(row.units);
+            if (first >= head_dim) continue;
+            // What the plan says is read before.
+            waitForLaunchBefore();
+            if (row.units <= few_units)
+                foldFewUnits(row, first);
+            else
+                foldManyUnits(row, first, team_warps);
+        }
     }
-    // Blocks of threads without a large row come first.
-    const auto block = static_cast<int>(gridDim.x - 1 - blockIdx.x);
-    for (int item = warp * static_cast<int>(gridDim.x) + block; item < header.small_trees * rows;
-         item += fold_warps * static_cast<int>(gridDim.x)) {
-        const Unit* const unit = launch.plan.trees + most_trees - 1 - item / rows;
-        const TreeRow tree(launch, loadUnit(unit), item % rows);
-        if (tree.there) foldSmallRow(launch.params, tree);
-    }
+    waitForLaunchBefore();
+    if (block == 0 && threadIdx.x == 0) launch.plan.header->taken = 0;
 }
 
 // Shared memory of a block of threads, and of a multiprocessor.
@@ -263,8 +277,7 @@ void attend(const AttendParams& params, StreamView stream) {
                       static_cast<std::size_t>(kernel.sharedBytes(launch.stages)), stream, launch);
     checkLaunch("attend_kernel");
     if (!launch.folds) return;
-    const auto grid =
-        static_cast<unsigned>(device.multiprocessors() * fold_blocks_per_multiprocessor);
+    const auto grid = static_cast<unsigned>(device.multiprocessors());
     // It may start while the last units are computed: it waits before it reads them.
     launchOverlapping(device, attend_fold_kernel, grid, fold_warps * warp_size, 0, stream, launch);
     checkLaunch("attend_fold_kernel");

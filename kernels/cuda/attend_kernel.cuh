@@ -106,7 +106,7 @@ __device__ __forceinline__ void storeUnit(const AttendLaunch& launch, const Unit
     const int element = static_cast<int>(threadIdx.x) % 16;
     float* out;
     float* lse;
-    if (unit.whole) {
+    if (unit.whole != 0) {
         if (row >= unit.rows) return;
         const int group = params.query_heads / params.kv_heads;
         const Unit::Query query = unit.query(row, group);

@@ -103,7 +103,8 @@ __device__ Unit unitOf(const AttendLaunch& launch, const Run& run, int step_bits
         is_tree ? 0 : head_and_unit & ((std::int64_t{1} << cut_bits) - 1);
     unit.kv_head = static_cast<int>(is_tree ? head_and_unit : head_and_unit >> cut_bits);
     unit.slot = run.slot;
-    unit.whole = cut_bits == 0;
+    unit.whole = cut_bits == 0 ? 1 : 0;
+    unit.unused = 0;
     unit.first_round = unit_of_tree << unit.round_bits;
     unit.first_position = run.first_position;
     unit.first_row = run.first_row;
@@ -112,10 +113,11 @@ __device__ Unit unitOf(const AttendLaunch& launch, const Run& run, int step_bits
     unit.rows = static_cast<int>(queries < tile_rows ? queries : tile_rows);
     unit.first_seen = firstSeen(run.first_position + unit.first_query / group, params.window);
     unit.last_position = run.first_position + (unit.first_query + unit.rows - 1) / group;
-    unit.slot_stride = tiles;
-    unit.workspace_slot =
+    // Of a whole tree they mean nothing.
+    unit.slot_stride = static_cast<std::int32_t>(tiles);
+    unit.workspace_slot = static_cast<std::int32_t>(
         slots_before +
-        ((static_cast<std::int64_t>(unit.kv_head) << cut_bits) + unit_of_tree) * tiles + tile;
+        ((static_cast<std::int64_t>(unit.kv_head) << cut_bits) + unit_of_tree) * tiles + tile);
     return unit;
 }
 
@@ -155,6 +157,8 @@ __global__ void __launch_bounds__(threads)
     __shared__ int largest_bits;
     __shared__ int large_trees;
     __shared__ int small_trees;
+    __shared__ int large_units;
+    __shared__ int small_units;
     const AttendParams& params = launch.params;
     const auto thread = static_cast<int>(threadIdx.x);
     if (thread < sizes) places[thread] = 0;
@@ -162,6 +166,8 @@ __global__ void __launch_bounds__(threads)
         largest_bits = 0;
         large_trees = 0;
         small_trees = 0;
+        large_units = small_tree;
+        small_units = 1;
     }
     const int step_bits = stepBits(launch);  // synchronises
 
@@ -220,13 +226,18 @@ __global__ void __launch_bounds__(threads)
                                        [](const RunBegin& begin) { return begin.trees; });
         const Unit tree = unitOf(launch, params.runs[run], step_bits, true,
                                  item - begins[run].trees, begins[run].slots);
-        if (1 << (tree.shape.round_bits - tree.round_bits) > small_tree)
+        const int tree_units = 1 << (tree.shape.round_bits - tree.round_bits);
+        if (tree_units > small_tree) {
             launch.plan.trees[atomicAdd(&large_trees, 1)] = tree;
-        else
+            atomicMax(&large_units, tree_units);
+        } else {
             launch.plan.trees[most_trees - 1 - atomicAdd(&small_trees, 1)] = tree;
+            atomicMax(&small_units, tree_units);
+        }
     }
     __syncthreads();
-    if (thread == 0) *launch.plan.header = {units, 0, large_trees, small_trees};
+    if (thread == 0)
+        *launch.plan.header = {units, 0, large_trees, small_trees, large_units, small_units};
 }
 
 // A launch that overlaps the one before it reads the plan at once: so that one is this, which waits

@@ -19,6 +19,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/attention_state.h"
 #include "kernels/cuda/ptx.cuh"
@@ -33,7 +34,8 @@ inline constexpr int queue_slots = 3;
 inline constexpr int most_stages = 8;       // of a ring
 inline constexpr int most_round_bits = 24;  // of a unit
 inline constexpr int most_unit_bits = 9;    // of a tree
-inline constexpr int small_tree = 16;       // units that one warp folds
+inline constexpr int small_tree = 32;       // units that one warp folds
+inline constexpr int fold_warps = 16;       // of a block of threads: more fold larger trees
 // Cut trees: each has two units at least, and the units of cut trees fit the slots.
 inline constexpr std::int64_t most_trees = 2048;
 
@@ -97,19 +99,20 @@ __device__ __forceinline__ int unitBits(const RunShape& shape, int step_bits) {
 // A unit of attend_kernel, or a tree of attend_fold_kernel.
 struct alignas(16) Unit {
     RunShape shape;
-    std::int32_t slot;  // of the block table
-    int kv_head;
-    int rows;                     // of the tile that exist, 1 to all
-    int round_bits;               // of the unit
-    bool whole;                   // the unit is its tree
     std::int64_t first_round;     // in the tree
     std::int64_t first_seen;      // position that some row of the tile sees
     std::int64_t last_position;   // of the tile
     std::int64_t first_position;  // of the run
     std::int64_t first_row;       // of the run
     std::int64_t first_query;     // of the tile, counted over rows and heads of the run
-    std::int64_t workspace_slot;  // of the unit, or of the tree's first
-    std::int64_t slot_stride;     // from one unit of the tree to the next
+    std::int32_t slot;            // of the block table
+    std::int32_t kv_head;
+    std::int32_t rows;            // of the tile that exist, 1 to all
+    std::int32_t round_bits;      // of the unit
+    std::int32_t workspace_slot;  // of the unit, or of the tree's first
+    std::int32_t slot_stride;     // from one unit of the tree to the next
+    std::int32_t whole;           // 1: the unit is its tree
+    std::int32_t unused;
 
     // Whether some row of the tile sees something of a stripe.
     [[nodiscard]] __device__ __forceinline__ bool sees(std::int64_t stripe) const {
@@ -153,13 +156,19 @@ struct alignas(16) Unit {
     }
 };
 
+// It is copied in words of 16 bytes: of padding some would be bytes that nobody wrote.
+static_assert(std::has_unique_object_representations_v<Unit>);
+
 // What attend_plan_kernel writes.
 struct PlanHeader {
     std::int32_t units = 0;
     std::int32_t taken = 0;  // of them, by this launch of attend_kernel, beside one a block
-    // That are cut, into more units than one warp folds, and into fewer.
+    // That are cut, into more units than one warp folds, and into fewer; the most units of each
+    // kind.
     std::int32_t large_trees = 0;
     std::int32_t small_trees = 0;
+    std::int32_t large_units = small_tree;
+    std::int32_t small_units = 1;
 };
 
 // A plan in device memory.

@@ -1,121 +1,132 @@
-// Folding states that lie in memory, in order of an aligned binary tree: for merge and attend. A
-// warp folds; the weights of a level's merges are computed side by side, one a lane.
+// Folding states that lie in memory, in order of an aligned binary tree: for merge and attend.
+// Lanes hold states side by side; each level of the tree is one turn of a small loop. Straight code
+// for all levels took longer to fetch than to run: it runs once a launch.
 #pragma once
 
 #include <cstdint>
 
 #include "kernels/attention_state.h"
-#include "kernels/cuda/attend_schedule.cuh"
+#include "kernels/cuda/ptx.cuh"
 
 namespace kvgrid::cuda {
 
-inline constexpr int fold_at_once = 8;
-inline constexpr int fold_levels = 6;
+inline constexpr int part_numbers = 8;
 // States that one fold takes: two a lane.
-inline constexpr int fold_most = 1 << fold_levels;
-static_assert(fold_most == 2 * warp_size);
+inline constexpr int fold_most = 2 * warp_size;
 
-// The weights of all merges of a fold. Lane j has those of merge j of each level: of the states (or
-// merged states) 2 j and 2 j + 1.
-struct FoldWeights {
-    float left[fold_levels];
-    float right[fold_levels];
-    float lse;  // of everything, in lane 0
+// Some of a state's numbers, and its lse.
+struct StatePart {
+    float lse = empty_lse;
+    float out[part_numbers] = {};
+
+    __device__ __forceinline__ void load(const float* out_from, const float* lse_from) {
+        const auto* const four = reinterpret_cast<const float4*>(out_from);
+        const float4 low = four[0];
+        const float4 high = four[1];
+        lse = *lse_from;
+        const float numbers[part_numbers] = {low.x,  low.y,  low.z,  low.w,
+                                             high.x, high.y, high.z, high.w};
+#pragma unroll
+        for (int i = 0; i < part_numbers; ++i)
+            out[i] = numbers[i];
+    }
+    __device__ __forceinline__ void store(float* to) const {
+        auto* const four = reinterpret_cast<float4*>(to);
+        four[0] = make_float4(out[0], out[1], out[2], out[3]);
+        four[1] = make_float4(out[4], out[5], out[6], out[7]);
+    }
+    // As an output: that of no tokens is 0.
+    __device__ __forceinline__ void storeOutput(float* to) const {
+        StatePart output;
+        if (lse != empty_lse) output = *this;
+        output.store(to);
+    }
 };
 
-// Of states 0 to count - 1; count is a power of two up to fold_most. read(index) gives an lse.
-template <typename Read>
-__device__ __forceinline__ FoldWeights foldWeights(int count, const Read& read) {
+// How `count` states, a power of two up to fold_most, lie in a warp: in groups of neighbouring
+// lanes, each of which has numbers of its own.
+struct FoldGroups {
+    bool two;   // states a lane, neighbours, else one
+    int lanes;  // of a group
+
+    __device__ explicit FoldGroups(int count)
+        : two(count > warp_size),
+          lanes(two ? warp_size : count) {}
+
+    [[nodiscard]] __device__ int numbers() const {  // of the warp
+        return warp_size / lanes * part_numbers;
+    }
+    // Of this lane:
+    [[nodiscard]] __device__ int state() const {  // its first
+        const int lane = static_cast<int>(threadIdx.x) % warp_size % lanes;
+        return two ? 2 * lane : lane;
+    }
+    [[nodiscard]] __device__ int firstNumber() const {
+        return static_cast<int>(threadIdx.x) % warp_size / lanes * part_numbers;
+    }
+    [[nodiscard]] __device__ bool isFirst() const { return state() == 0; }
+};
+
+// Called by all lanes. `state` of a group's first lane becomes that of the whole group; `next` is
+// the lane's second, if it has two.
+__device__ __forceinline__ void foldGroups(const FoldGroups& groups, StatePart& state,
+                                           const StatePart& next) {
+#pragma unroll 1
+    for (int distance = groups.two ? 0 : 1; distance < groups.lanes;
+         distance = distance == 0 ? 1 : 2 * distance) {
+        const auto right = [&](float mine, float of_next) {
+            const float of_other = __shfl_down_sync(all_lanes, mine, distance);
+            return distance == 0 ? of_next : of_other;
+        };
+        const MergeWeights weights = mergeWeights(state.lse, right(state.lse, next.lse));
+        state.lse = weights.lse;
+#pragma unroll
+        for (int i = 0; i < part_numbers; ++i)
+            state.out[i] = mergeOut(weights, state.out[i], right(state.out[i], next.out[i]));
+    }
+}
+
+struct FoldedNumber {
+    float out;
+    float lse;
+};
+
+// Called by all lanes: each folds one number of `count` states, which lie `stride` numbers apart;
+// `out` points to the lane's number of the first state. `weights` is shared memory of the warp,
+// [count].
+template <int count>
+__device__ __forceinline__ FoldedNumber foldNumbers(const float* out, bool owns, const float* lse,
+                                                    int stride, float2* weights) {
+    static_assert(count <= warp_size);
     const int lane = static_cast<int>(threadIdx.x) % warp_size;
-    FoldWeights fold;
-    float left = empty_lse;
-    float right = empty_lse;
-    if (2 * lane < count) left = read(2 * lane);
-    if (2 * lane + 1 < count) right = read(2 * lane + 1);
+    float numbers[count];
 #pragma unroll
-    for (int level = 0; level < fold_levels; ++level) {
-        if (level > 0) {
-            // Lanes beyond the level's merges have nobody's.
-            left = __shfl_sync(all_lanes, fold.lse, 2 * lane % warp_size);
-            right = __shfl_sync(all_lanes, fold.lse, (2 * lane + 1) % warp_size);
-        }
-        if (level > 0 && count >> (level + 1) == 0) break;
-        const MergeWeights weights = mergeWeights(left, right);
-        fold.left[level] = weights.left;
-        fold.right[level] = weights.right;
-        fold.lse = weights.lse;
+    for (int i = 0; i < count; ++i)
+        numbers[i] = owns ? out[i * stride] : 0.0F;
+    float folded_lse = lane < count ? lse[lane * stride] : empty_lse;
+    // Of a level's merges behind those of the level below, one a lane.
+    float2* to = weights + lane;
+    __syncwarp();
+#pragma unroll 1
+    for (int merges = count / 2; merges > 0; merges /= 2) {
+        const float left = __shfl_sync(all_lanes, folded_lse, 2 * lane % warp_size);
+        const float right = __shfl_sync(all_lanes, folded_lse, (2 * lane + 1) % warp_size);
+        const MergeWeights merge = mergeWeights(left, right);
+        if (lane < merges) *to = make_float2(merge.left, merge.right);
+        folded_lse = merge.lse;
+        to += merges;
     }
-    return fold;
-}
-
-// What lies beside an lse of -inf is passed on but never computed with.
-__device__ __forceinline__ float mergedNumbers(const MergeWeights& weights, float left,
-                                               float right) {
-    return mergeOut(weights, left, right);
-}
-__device__ __forceinline__ float4 mergedNumbers(const MergeWeights& weights, const float4& left,
-                                                const float4& right) {
-    if (weights.right == 0.0F) return left;
-    if (weights.left == 0.0F) return right;
-    return make_float4(mergeOut(weights, left.x, right.x), mergeOut(weights, left.y, right.y),
-                       mergeOut(weights, left.z, right.z), mergeOut(weights, left.w, right.w));
-}
-
-// Some numbers of eight states: a float or a float4 in each lane.
-template <typename Numbers>
-struct FoldParts {
-    Numbers parts[fold_at_once];
-
-    // Of the states from `first` on of `count`, as read(index) loads them of one.
-    template <typename Read>
-    __device__ __forceinline__ void load(int first, int count, const Read& read) {
+    __syncwarp();
 #pragma unroll
-        for (int i = 0; i < fold_at_once; ++i)
-            if (first + i < count) parts[i] = read(first + i);
-    }
-};
-
-// The same of the folded out. `loaded`: of the first eight, which may be loaded ahead of the
-// weights.
-template <typename Numbers, typename Read>
-__device__ __forceinline__ Numbers foldOuts(int count, const FoldWeights& fold,
-                                            FoldParts<Numbers> loaded, const Read& read) {
-    const auto merged = [&](int level, int merge, const Numbers& left, const Numbers& right) {
-        return mergedNumbers({__shfl_sync(all_lanes, fold.left[level], merge),
-                              __shfl_sync(all_lanes, fold.right[level], merge), 0.0F},
-                             left, right);
-    };
-    constexpr int chunk_levels = 3;
-    static_assert(fold_at_once == 1 << chunk_levels);
-    Numbers waiting[fold_levels - chunk_levels];
-    Numbers top{};
-    for (int chunk = 0; chunk * fold_at_once < count; ++chunk) {
-        if (chunk > 0) loaded.load(chunk * fold_at_once, count, read);
-        Numbers(&parts)[fold_at_once] = loaded.parts;
+    for (int distance = 1; distance < count; distance *= 2) {
 #pragma unroll
-        for (int level = 0; level < chunk_levels; ++level) {
-            if (count >> level <= 1) break;
-#pragma unroll
-            for (int i = 0; i < fold_at_once; i += 2 << level)
-                if (i < count)
-                    parts[i] = merged(level, (chunk * fold_at_once + i) >> (level + 1), parts[i],
-                                      parts[i + (1 << level)]);
+        for (int i = 0; i < count; i += 2 * distance) {
+            const float2 merge = weights[i / (2 * distance)];
+            numbers[i] = mergeOut({merge.x, merge.y, 0.0F}, numbers[i], numbers[i + distance]);
         }
-        top = parts[0];
-        // A set bit of `chunk` is a left sibling that waits; a clear one is where this one waits.
-        bool waits = false;
-#pragma unroll
-        for (int level = 0; level < fold_levels - chunk_levels; ++level) {
-            if (waits) continue;
-            if ((chunk >> level & 1) != 0) {
-                top = merged(chunk_levels + level, chunk >> (level + 1), waiting[level], top);
-            } else {
-                waiting[level] = top;
-                waits = true;
-            }
-        }
+        weights += count / (2 * distance);
     }
-    return top;
+    return {numbers[0], __shfl_sync(all_lanes, folded_lse, 0)};
 }
 
 }  // namespace kvgrid::cuda

@@ -9,40 +9,36 @@ constexpr int warps = 8;
 constexpr std::int64_t most_blocks = 1 << 20;
 static_assert(fold_most >= lane_count);
 
-// A state a warp, four numbers of it a thread.
+// A state a warp.
 __global__ void __launch_bounds__(warps* warp_size)
     merge_kernel(const __grid_constant__ MergeParams params) {
-    const int lane = static_cast<int>(threadIdx.x) % warp_size;
     const int part_bits = 31 - __clz(params.parts);
+    const FoldGroups groups(params.parts);
     for (std::int64_t row = std::int64_t{blockIdx.x} * warps + threadIdx.x / warp_size;
          row < params.rows; row += std::int64_t{gridDim.x} * warps) {
         // In order of the tree: + parts / 2 is folded first, so it is the lowest bit.
-        const auto stateAt = [&](int index) {
+        const auto load = [&](StatePart& state, int index, int number) {
             const std::int64_t part = static_cast<std::int64_t>(
                 __brev(static_cast<unsigned>(index)) >> 1 >> (31 - part_bits));
-            return part * params.rows + row;
+            const std::int64_t at = part * params.rows + row;
+            state.load(params.out_parts + at * params.head_dim + number, params.lse_parts + at);
         };
-        const FoldWeights fold =
-            foldWeights(params.parts, [&](int index) { return params.lse_parts[stateAt(index)]; });
-        const float lse = __shfl_sync(all_lanes, fold.lse, 0);
-        for (int first = 0; first < params.head_dim; first += 4 * warp_size) {
-            const int at = first + 4 * lane;
-            const bool owns = at < params.head_dim;
-            const auto read = [&](int index) {
-                return owns ? *reinterpret_cast<const float4*>(
-                                  params.out_parts + stateAt(index) * params.head_dim + at)
-                            : make_float4(0.0F, 0.0F, 0.0F, 0.0F);
-            };
-            FoldParts<float4> parts;
-            parts.load(0, params.parts, read);
-            const float4 out = foldOuts(params.parts, fold, parts, read);
-            if (owns)
-                *reinterpret_cast<float4*>(params.out + row * params.head_dim + at) =
-                    lse == empty_lse ? make_float4(0.0F, 0.0F, 0.0F, 0.0F) : out;
+        float lse = empty_lse;
+        for (int first = 0; first < params.head_dim; first += groups.numbers()) {
+            const int number = first + groups.firstNumber();
+            const bool owns = number < params.head_dim;
+            StatePart state;
+            StatePart next;
+            if (owns) load(state, groups.state(), number);
+            if (owns && groups.two) load(next, groups.state() + 1, number);
+            foldGroups(groups, state, next);
+            if (owns && groups.isFirst())
+                state.storeOutput(params.out + row * params.head_dim + number);
+            if (first == 0) lse = state.lse;
         }
         // Last, for it may lie in the first part.
         __syncwarp();
-        if (lane == 0) params.lse[row] = lse;
+        if (threadIdx.x % warp_size == 0) params.lse[row] = lse;
     }
 }
 
@@ -53,7 +49,7 @@ void prepareMerge() {
 }
 
 void merge(const MergeParams& params, StreamView stream) {
-    if (params.head_dim % 4 != 0 || params.parts < 1 || params.parts > fold_most)
+    if (params.head_dim % part_numbers != 0 || params.parts < 1 || params.parts > fold_most)
         throw Error(ErrorCode::internal, "merge: head dim " + std::to_string(params.head_dim) +
                                              ", " + std::to_string(params.parts) + " parts");
     if (params.rows == 0) return;

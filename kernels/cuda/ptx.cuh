@@ -77,6 +77,10 @@ __device__ __forceinline__ void waitBarrier(std::uint32_t barrier, unsigned pari
 __device__ __forceinline__ void syncThreads(int threads) {
     asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
 }
+// The same where several groups of threads do so, each at a barrier of its own, 1 to 15.
+__device__ __forceinline__ void syncThreads(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
 
 // Registers of each thread of the warp group (4 warps) that all come here: more or fewer than the
 // launch gave them.
