@@ -11,6 +11,10 @@
 // scale can hold has the scale infinity, and a row with a NaN the scale NaN; its elements are
 // stored as zeros, so that all of them are worth NaN: a broken input stays visible. Every operation
 // is IEEE's, so all devices store the same bits.
+//
+// With a fixed scale (that of a checkpoint) the scale is not of the row, and elements that lie
+// beyond the format's largest number become it, with their sign. A row with an infinity or a NaN
+// has the scale that it has above, and is worth NaN.
 #pragma once
 
 #include <cstdint>
@@ -89,7 +93,7 @@ KVGRID_HOST_DEVICE constexpr std::uint8_t e4m3FromFloat(float value) {
     return static_cast<std::uint8_t>(magnitude > 0x43E80000U ? 0x7FU : rounded);
 }
 
-// |value| rounds to 127 at most: `quantised` sees to it.
+// |value| is 127 at most: `quantised` sees to it.
 KVGRID_HOST_DEVICE constexpr std::int8_t int8FromFloat(float value) {
     constexpr float to_integer = 12582912.0F;  // 1.5 x 2^23: adding it rounds to an integer
     return static_cast<std::int8_t>(__builtin_bit_cast(std::uint32_t, value + to_integer) & 0xFFU);
@@ -99,7 +103,7 @@ KVGRID_HOST_DEVICE constexpr std::int8_t int8FromFloat(float value) {
 //   Bits       how one number is stored
 //   toFloat    exact
 //   fromFloat  rounds to nearest, ties to even
-//   largest    of formats with scales: the number that a row's largest becomes
+//   largest    of formats with scales: their largest number, which a row's largest becomes
 template <NumberFormat format>
 struct Stored;
 
@@ -155,11 +159,20 @@ KVGRID_HOST_DEVICE std::uint16_t scaleFor(std::uint32_t amax_bits, float largest
     return scale == 0 ? 1 : scale;                  // 2^-24
 }
 
+// The same where the scale is fixed: those fp16 bits, unless the row has an infinity or a NaN.
+KVGRID_HOST_DEVICE std::uint16_t fixedScaleFor(std::uint32_t amax_bits, std::uint16_t fixed) {
+    if (amax_bits > 0x7F800000U) return 0x7E00U;
+    return amax_bits == 0x7F800000U ? std::uint16_t{0x7C00U} : fixed;
+}
+
 // An element of a row with that scale, as it is stored.
 template <NumberFormat format>
 KVGRID_HOST_DEVICE typename Stored<format>::Bits quantised(float value, float scale) {
+    constexpr float largest = Stored<format>::largest;
     const float quotient = exact::quotient(value, scale);
-    return Stored<format>::fromFloat(quotient == quotient ? quotient : 0.0F);
+    const float at_most = quotient > largest ? largest : quotient;
+    const float within = at_most < -largest ? -largest : at_most;
+    return Stored<format>::fromFloat(within == within ? within : 0.0F);
 }
 
 }  // namespace kvgrid

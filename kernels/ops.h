@@ -12,8 +12,8 @@
 // read anew. append takes from the runs on the device, and attend from the plan and the runs, how
 // many rows there are and where.
 // So between replays these may change: the runs, where rows, run_count and max_position of the
-// capture are upper bounds and a run of 0 rows is none; the block tables; q, k, v, cosines, sines
-// and sinks. The pairs of copyBlocks are parameters and do not change.
+// capture are upper bounds and a run of 0 rows is none; the block tables; q, k, v, cosines, sines,
+// fixed scales and sinks. The pairs of copyBlocks are parameters and do not change.
 #pragma once
 
 #include <cstddef>
@@ -85,7 +85,10 @@ struct AppendParams {
     int rotary_dim = 0;              // 0: none
     const float* cosines = nullptr;  // [rows, rotary_dim / 2]
     const float* sines = nullptr;    // [rows, rotary_dim / 2]
-    const Run* runs = nullptr;       // [run_count]
+    // Of pools with scales: fp16 bits of the layer's fixed scales (number_formats.h), [K, V]
+    // [kv_heads], normal numbers above 0; null: every row has its own.
+    const std::uint16_t* fixed_scales = nullptr;
+    const Run* runs = nullptr;  // [run_count]
     std::int64_t run_count = 0;
     BlockTableView tables;
     PoolView pool;

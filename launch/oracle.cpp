@@ -106,17 +106,21 @@ double rounded(double value, Format format) {
     return roundedTo(value, fp32);
 }
 
-ScaledRow quantised(std::span<const float> row, Format format) {
+ScaledRow quantised(std::span<const float> row, Format format, std::optional<double> fixed_scale) {
     double amax = 0.0;
     for (const float x : row)
         if (!(std::fabs(x) <= amax)) amax = std::isnan(amax) ? amax : std::fabs(double{x});
     const double largest = format == Format::e4m3 ? largest_e4m3 : largest_int8;
     const double least = 0x1p-24;
-    const double scale = roundedTo(roundedTo(amax / largest, fp32), fp16, upwards);
-    ScaledRow result{scale < least ? least : scale, {}};
+    double scale = roundedTo(roundedTo(amax / largest, fp32), fp16, upwards);
+    if (scale < least) scale = least;
+    if (fixed_scale && std::isfinite(amax)) scale = roundedTo(*fixed_scale, fp16);
+    ScaledRow result{scale, {}};
     for (const float x : row) {
-        const double number = rounded(roundedTo(x / result.scale, fp32), format);
-        result.numbers.push_back(std::isnan(number) ? 0.0 : number);
+        const double quotient = roundedTo(x / result.scale, fp32);
+        const double number =
+            std::fabs(quotient) > largest ? std::copysign(largest, quotient) : quotient;
+        result.numbers.push_back(std::isnan(number) ? 0.0 : rounded(number, format));
     }
     return result;
 }

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -18,14 +19,17 @@ enum class Format { fp32, fp16, bf16, e4m3, int8 };
 // arithmetic: the scale is the largest |x| / the format's largest number (448 or 127), rounded to
 // fp32 and then up to fp16, at least 2^-24; a number is x / scale, rounded to fp32 and then to the
 // format, and 0 where that is NaN. So a row whose scale is infinite, or NaN for a NaN in it, has
-// zeros, worth NaN.
+// zeros, worth NaN. With a fixed scale, which a checkpoint may have, the scale is that one rounded
+// to fp16, whatever the row has, as long as all of it is finite; quotients beyond the format's
+// largest number become it.
 struct ScaledRow {
     double scale;
     std::vector<double> numbers;
 
     [[nodiscard]] double worth(std::size_t i) const { return numbers[i] * scale; }
 };
-[[nodiscard]] ScaledRow quantised(std::span<const float> row, Format format);
+[[nodiscard]] ScaledRow quantised(std::span<const float> row, Format format,
+                                  std::optional<double> fixed_scale = std::nullopt);
 
 // Rotary position embedding, "rotate half" pairing (Su et al., arXiv 2104.09864), and how it is
 // stretched: not, evenly, as Llama 3.1 does, or as YaRN does (Peng et al., arXiv 2309.00071).

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <optional>
 
 #include "kernels/cpu/convert.h"
 #include "kernels/cpu/cpu_device.h"
@@ -84,19 +85,26 @@ private:
             std::byte* const scale = keyScale(pool, params_.layer, block, head, within);
             load(params_.k, row * params_.kv_heads + head, numbers.data());
             rotateRow(row, numbers.data());
-            writeRow(numbers.data(), key, scale);
+            writeRow(numbers.data(), key, scale, fixedScale(head));
             load(params_.v, row * params_.kv_heads + head, numbers.data());
-            writeRow(numbers.data(), key + pool.value_offset, scale + pool.value_offset);
+            writeRow(numbers.data(), key + pool.value_offset, scale + pool.value_offset,
+                     fixedScale(params_.kv_heads + head));
         }
     }
 
-    void writeRow(const float* numbers, std::byte* row, std::byte* scale) const {
+    std::optional<std::uint16_t> fixedScale(int index) const {
+        if (params_.fixed_scales == nullptr) return std::nullopt;
+        return params_.fixed_scales[index];
+    }
+
+    void writeRow(const float* numbers, std::byte* row, std::byte* scale,
+                  std::optional<std::uint16_t> fixed_scale) const {
         const NumberFormat format = params_.pool.format;
         if (!hasScales(format)) {
             fromFloats(format, numbers, params_.head_dim, row);
             return;
         }
-        const std::uint16_t bits = quantise(format, numbers, params_.head_dim, row);
+        const std::uint16_t bits = quantise(format, numbers, params_.head_dim, row, fixed_scale);
         std::memcpy(scale, &bits, sizeof(bits));
     }
 

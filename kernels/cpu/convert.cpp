@@ -72,23 +72,28 @@ void fp16FromFloats(const float* HWY_RESTRICT from, std::int64_t count,
 
 template <NumberFormat format>
 std::uint16_t quantiseRow(const float* HWY_RESTRICT from, std::int64_t count,
-                          typename Stored<format>::Bits* HWY_RESTRICT to) {
+                          typename Stored<format>::Bits* HWY_RESTRICT to,
+                          std::optional<std::uint16_t> fixed_scale) {
     std::uint32_t amax_bits = 0;
     for (std::int64_t i = 0; i < count; ++i)
         amax_bits = std::max(amax_bits, magnitudeBits(from[i]));
-    const std::uint16_t scale = scaleFor(amax_bits, Stored<format>::largest);
+    const std::uint16_t scale = fixed_scale ? fixedScaleFor(amax_bits, *fixed_scale)
+                                            : scaleFor(amax_bits, Stored<format>::largest);
     const float factor = fp16ToFloat(scale);
     for (std::int64_t i = 0; i < count; ++i)
         to[i] = quantised<format>(from[i], factor);
     return scale;
 }
 
-std::uint16_t quantiseE4m3(const float* from, std::int64_t count, void* to) {
-    return quantiseRow<NumberFormat::fp8_e4m3>(from, count, static_cast<std::uint8_t*>(to));
+std::uint16_t quantiseE4m3(const float* from, std::int64_t count, void* to,
+                           std::optional<std::uint16_t> fixed_scale) {
+    return quantiseRow<NumberFormat::fp8_e4m3>(from, count, static_cast<std::uint8_t*>(to),
+                                               fixed_scale);
 }
 
-std::uint16_t quantiseInt8(const float* from, std::int64_t count, void* to) {
-    return quantiseRow<NumberFormat::int8>(from, count, static_cast<std::int8_t*>(to));
+std::uint16_t quantiseInt8(const float* from, std::int64_t count, void* to,
+                           std::optional<std::uint16_t> fixed_scale) {
+    return quantiseRow<NumberFormat::int8>(from, count, static_cast<std::int8_t*>(to), fixed_scale);
 }
 
 template <NumberFormat format>
@@ -168,10 +173,12 @@ void fromFloats(NumberFormat format, const float* from, std::int64_t count, void
     refuse(format);
 }
 
-std::uint16_t quantise(NumberFormat format, const float* from, std::int64_t count, void* to) {
+std::uint16_t quantise(NumberFormat format, const float* from, std::int64_t count, void* to,
+                       std::optional<std::uint16_t> fixed_scale) {
     if (format == NumberFormat::fp8_e4m3)
-        return HWY_DYNAMIC_DISPATCH(quantiseE4m3)(from, count, to);
-    if (format == NumberFormat::int8) return HWY_DYNAMIC_DISPATCH(quantiseInt8)(from, count, to);
+        return HWY_DYNAMIC_DISPATCH(quantiseE4m3)(from, count, to, fixed_scale);
+    if (format == NumberFormat::int8)
+        return HWY_DYNAMIC_DISPATCH(quantiseInt8)(from, count, to, fixed_scale);
     refuse(format);
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include <kvgrid/types.h>
 
@@ -12,9 +13,10 @@ void toFloats(NumberFormat format, const void* from, std::int64_t count, float* 
 void fromFloats(NumberFormat format, const float* from, std::int64_t count, void* to);
 
 // A row of a format with scales, as number_formats.h says; any other format throws Error. quantise
-// returns the fp16 bits of the scale.
+// returns the fp16 bits of the scale: of the row's own, or, of a sound row, of the fixed one.
 [[nodiscard]] std::uint16_t quantise(NumberFormat format, const float* from, std::int64_t count,
-                                     void* to);
+                                     void* to,
+                                     std::optional<std::uint16_t> fixed_scale = std::nullopt);
 void dequantise(NumberFormat format, const void* from, std::uint16_t scale, std::int64_t count,
                 float* to);
 

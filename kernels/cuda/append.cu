@@ -134,10 +134,14 @@ __global__ void __launch_bounds__(threads)
                 for (const float number : numbers[i].values)
                     amax_bits = max(amax_bits, magnitudeBits(number));
             }
-            const std::uint16_t scale = scaleFor(__reduce_max_sync(all_lanes, amax_bits),
-                                                 pool.format == NumberFormat::fp8_e4m3
-                                                     ? Stored<NumberFormat::fp8_e4m3>::largest
-                                                     : Stored<NumberFormat::int8>::largest);
+            amax_bits = __reduce_max_sync(all_lanes, amax_bits);
+            const std::uint16_t scale =
+                params.fixed_scales != nullptr
+                    ? fixedScaleFor(amax_bits,
+                                    params.fixed_scales[is_key ? head : params.kv_heads + head])
+                    : scaleFor(amax_bits, pool.format == NumberFormat::fp8_e4m3
+                                              ? Stored<NumberFormat::fp8_e4m3>::largest
+                                              : Stored<NumberFormat::int8>::largest);
             const std::int64_t kind = is_key ? 0 : pool.value_offset;
             std::byte* const to =
                 keyRow(pool, params.layer, place.block, head, place.within) + kind;

@@ -1,4 +1,5 @@
 // append and gather: what they write, bit for bit, and what they leave alone.
+#include <optional>
 #include <set>
 
 #include "kernels/paging.h"
@@ -13,6 +14,7 @@ struct Inputs {
     oracle::Rotary rotary = {};
     Runs runs = {};
     std::int64_t rows = 0;
+    std::vector<float> fixed_scales = {};  // [K, V][kv_heads]; empty: every row has its own
 };
 
 std::vector<std::byte> encoded(NumberFormat format, const std::vector<float>& numbers) {
@@ -48,7 +50,8 @@ oracle::Format oracleFormat(NumberFormat format) {
     return oracle::Format::fp32;
 }
 
-StoredRow rowByTheOracle(NumberFormat format, const std::vector<float>& numbers) {
+StoredRow rowByTheOracle(NumberFormat format, const std::vector<float>& numbers,
+                         std::optional<float> fixed_scale) {
     StoredRow row;
     if (!hasScales(format)) {
         for (const float number : numbers)
@@ -56,7 +59,7 @@ StoredRow rowByTheOracle(NumberFormat format, const std::vector<float>& numbers)
                 toBits(format, static_cast<float>(oracle::rounded(number, oracleFormat(format)))));
         return row;
     }
-    const oracle::ScaledRow scaled = oracle::quantised(numbers, oracleFormat(format));
+    const oracle::ScaledRow scaled = oracle::quantised(numbers, oracleFormat(format), fixed_scale);
     row.scale = fp16FromFloat(static_cast<float>(scaled.scale));
     for (const double number : scaled.numbers)
         row.bits.push_back(format == NumberFormat::int8
@@ -120,25 +123,31 @@ protected:
         const auto cosines = DeviceArray<float>::of(device, tableOf(inputs, true));
         const auto sines = DeviceArray<float>::of(device, tableOf(inputs, false));
         const auto runs = DeviceArray<kvgrid::Run>::of(device, inputs.runs);
+        std::vector<std::uint16_t> scale_bits;
+        for (const float scale : inputs.fixed_scales)
+            scale_bits.push_back(fp16FromFloat(scale));
+        const auto fixed_scales = DeviceArray<std::uint16_t>::of(device, scale_bits);
         const auto rotated = DeviceArray<float>::poisoned(
             device, static_cast<std::size_t>(inputs.rows * model.query_heads * model.head_dim));
-        const AppendParams params{.rows = inputs.rows,
-                                  .query_heads = model.query_heads,
-                                  .kv_heads = model.kv_heads,
-                                  .head_dim = model.head_dim,
-                                  .input_format = inputs.format,
-                                  .q = with_q ? q.data() : nullptr,
-                                  .k = k.data(),
-                                  .v = v.data(),
-                                  .q_rotated = rotated.data(),
-                                  .rotary_dim = inputs.rotary.dim,
-                                  .cosines = cosines.data(),
-                                  .sines = sines.data(),
-                                  .runs = runs.data(),
-                                  .run_count = static_cast<std::int64_t>(inputs.runs.size()),
-                                  .tables = world.tables(),
-                                  .pool = world.pool(),
-                                  .layer = world.layer()};
+        const AppendParams params{
+            .rows = inputs.rows,
+            .query_heads = model.query_heads,
+            .kv_heads = model.kv_heads,
+            .head_dim = model.head_dim,
+            .input_format = inputs.format,
+            .q = with_q ? q.data() : nullptr,
+            .k = k.data(),
+            .v = v.data(),
+            .q_rotated = rotated.data(),
+            .rotary_dim = inputs.rotary.dim,
+            .cosines = cosines.data(),
+            .sines = sines.data(),
+            .fixed_scales = scale_bits.empty() ? nullptr : fixed_scales.data(),
+            .runs = runs.data(),
+            .run_count = static_cast<std::int64_t>(inputs.runs.size()),
+            .tables = world.tables(),
+            .pool = world.pool(),
+            .layer = world.layer()};
         device.operations().append(params, device.defaultStream());
         const auto once = world.downloadPool();
         device.operations().append(params, device.defaultStream());
@@ -174,8 +183,12 @@ protected:
                     for (int head = 0; head < model.kv_heads; ++head) {
                         const auto numbers =
                             rotatedHead(world, inputs, kind, run.slot, position, head);
-                        world.put(rowByTheOracle(model.format, numbers), run.slot, position, head,
-                                  kind, expected);
+                        std::optional<float> fixed_scale;
+                        if (!inputs.fixed_scales.empty())
+                            fixed_scale = inputs.fixed_scales[static_cast<std::size_t>(
+                                (kind == Kind::k ? 0 : model.kv_heads) + head)];
+                        world.put(rowByTheOracle(model.format, numbers, fixed_scale), run.slot,
+                                  position, head, kind, expected);
                     }
             }
         EXPECT_TRUE(sameBits(expected, world.downloadPool()));
@@ -318,6 +331,55 @@ TYPED_TEST(AppendTest, ScalesFollowTheirRowAlone) {
                 .format = NumberFormat::fp32,
                 .runs = {{.slot = 0, .rows = rows, .first_row = 0, .first_position = 3}},
                 .rows = rows};
+            this->append(world, inputs);
+            this->expectPool(world, inputs);
+        }
+}
+
+// TensorRT-LLM#16916: scales that were given and not used, which scales near 1 would not show. Of
+// 1e-3 all but the smallest numbers saturate, of 50 few bits are left.
+TYPED_TEST(AppendTest, FixedScalesAreThoseOfTheirHead) {
+    for (const NumberFormat format : {NumberFormat::fp8_e4m3, NumberFormat::int8})
+        for (const NumberFormat input : {NumberFormat::fp32, NumberFormat::bf16})
+            for (const int head_dim : {64, 80, 256}) {
+                const Model model{
+                    .format = format, .query_heads = 6, .kv_heads = 3, .head_dim = head_dim};
+                const PagedWorld world(*this->device_, model, {.block_size = 8},
+                                       {{.id = 0, .length = 30}, {.id = 1, .length = 9}});
+                const Inputs inputs{
+                    .format = input,
+                    .rotary = {.dim = 64},
+                    .runs = {{.slot = 1, .rows = 1, .first_row = 11, .first_position = 8},
+                             {.slot = 0, .rows = 11, .first_row = 0, .first_position = 15}},
+                    .rows = 12,
+                    .fixed_scales = {1e-3F, 50.0F, 0.007F, 50.0F, 0.25F, 1e-3F}};
+                const auto rotated = this->append(world, inputs);
+                this->expectPool(world, inputs);
+                this->expectRotatedQ(world, inputs, rotated);
+            }
+}
+
+// Finite numbers saturate, however large; a row with an infinity or a NaN is NaN, and its
+// neighbours are not.
+TYPED_TEST(AppendTest, FixedScalesSaturate) {
+    constexpr float inf = std::numeric_limits<float>::infinity();
+    constexpr float nan = std::numeric_limits<float>::quiet_NaN();
+    const std::vector<float> numbers{1.0F, -3e38F, inf, 0.0F, nan, 3e38F, -inf, -1e-30F, 447.0F};
+    for (const NumberFormat format : {NumberFormat::fp8_e4m3, NumberFormat::int8})
+        for (const float scale : {0x1p-14F, 1.0F, 65504.0F}) {
+            Model model{.format = format, .query_heads = 1, .kv_heads = 2, .head_dim = 64};
+            model.number = [&numbers](Kind, int, std::int64_t position, int head, int i) {
+                return i == 5 * head ? numbers[static_cast<std::size_t>(position) % numbers.size()]
+                                     : static_cast<float>(i - 31) * 20.0F;
+            };
+            const auto rows = static_cast<std::int32_t>(numbers.size());
+            const PagedWorld world(*this->device_, model, {.block_size = 4},
+                                   {{.id = 0, .length = rows}});
+            const Inputs inputs{
+                .format = NumberFormat::fp32,
+                .runs = {{.slot = 0, .rows = rows, .first_row = 0, .first_position = 0}},
+                .rows = rows,
+                .fixed_scales = {scale, scale, scale, scale}};
             this->append(world, inputs);
             this->expectPool(world, inputs);
         }

@@ -257,6 +257,25 @@ TEST(NumberFormatsTest, ABrokenRowIsNan) {
         }
 }
 
+// What a fixed scale cannot hold becomes the largest number: never NaN, never another sign.
+TEST(NumberFormatsTest, FixedScalesSaturate) {
+    constexpr float inf = std::numeric_limits<float>::infinity();
+    for (const float scale : {0x1p-14F, 1e-3F, 1.0F, 50.0F, 65504.0F})
+        for (const float beyond : {448.0F * scale, 465.0F * scale, 500.0F * scale, 3e38F}) {
+            EXPECT_EQ(quantised<NumberFormat::fp8_e4m3>(beyond, scale), 0x7E);
+            EXPECT_EQ(quantised<NumberFormat::fp8_e4m3>(-beyond, scale), 0xFE);
+            EXPECT_EQ(quantised<NumberFormat::int8>(beyond, scale), 127);
+            EXPECT_EQ(quantised<NumberFormat::int8>(-beyond, scale), -127);
+        }
+    EXPECT_EQ(quantised<NumberFormat::int8>(127.4F, 1.0F), 127);
+    EXPECT_EQ(quantised<NumberFormat::int8>(-126.4F, 1.0F), -126);
+    const std::uint16_t fixed = fp16FromFloat(1e-3F);
+    for (const float amax : {0.0F, 1.0F, 3e38F})
+        EXPECT_EQ(fixedScaleFor(magnitudeBits(amax), fixed), fixed);
+    EXPECT_EQ(fixedScaleFor(magnitudeBits(-inf), fixed), 0x7C00);
+    EXPECT_EQ(fixedScaleFor(magnitudeBits(NAN), fixed), 0x7E00);
+}
+
 // The vectorised rows give the bits of the shared scalar functions, at any length.
 TEST(NumberFormatsTest, VectorisedRowsGiveTheSameBits) {
     std::vector<float> values = randomFloats();
@@ -289,6 +308,7 @@ TEST(NumberFormatsTest, VectorisedRowsGiveTheSameBits) {
     EXPECT_THROW(cpu::toFloats(NumberFormat::int8, &number, 1, &number), Error);
     EXPECT_THROW(cpu::fromFloats(NumberFormat::fp8_e4m3, &number, 1, &number), Error);
     EXPECT_THROW((void)cpu::quantise(NumberFormat::bf16, &number, 1, &number), Error);
+    EXPECT_THROW((void)cpu::quantise(NumberFormat::bf16, &number, 1, &number, 0x3C00), Error);
     EXPECT_THROW(cpu::dequantise(NumberFormat::fp16, &number, 0, 1, &number), Error);
 }
 

@@ -102,6 +102,22 @@ TEST(OracleTest, QuantisedByHand) {
     EXPECT_EQ(broken.numbers, (std::vector<double>{0.0, 0.0, 0.0}));
 }
 
+TEST(OracleTest, QuantisedWithAFixedScaleByHand) {
+    const ScaledRow row = quantised(std::vector<float>{-254.0F, 3.0F, 0.9F}, Format::int8, 0.5);
+    EXPECT_EQ(row.scale, 0.5);
+    EXPECT_EQ(row.numbers, (std::vector<double>{-127.0, 6.0, 2.0}));
+    EXPECT_EQ(row.worth(0), -63.5);
+    // 1e-3 is 1048.576 x 2^-20, of which fp16 holds the integers.
+    const ScaledRow fp16 = quantised(std::vector<float>{1.0F, 1e-3F, -9e9F}, Format::e4m3, 1e-3);
+    EXPECT_EQ(fp16.scale, 1049 * 0x1p-20);
+    EXPECT_EQ(fp16.numbers, (std::vector<double>{448.0, 1.0, -448.0}));
+    for (const float wrong : {HUGE_VALF, -HUGE_VALF, std::nanf("")}) {
+        const ScaledRow broken = quantised(std::vector<float>{1.0F, wrong}, Format::e4m3, 1.0);
+        EXPECT_TRUE(std::isnan(broken.worth(0)));
+        EXPECT_TRUE(std::isnan(broken.worth(1)));
+    }
+}
+
 TEST(OracleTest, RoundedByHand) {
     EXPECT_EQ(rounded(1.0 + 0x1p-11, Format::fp16), 1.0);               // a tie, to even
     EXPECT_EQ(rounded(1.0 + 3 * 0x1p-11, Format::fp16), 1.0 + 0x1p-9);  // a tie, to even
