@@ -43,6 +43,23 @@ std::vector<RotaryEmbedding> rotaries(const ShardConfig& config) {
     return different;
 }
 
+// On the device, where they stay at one address. Stream-ordered: the group must stay until the
+// default stream is there.
+Result<Buffer> uploadFixedScales(Device& device, const ShardGroup& group) {
+    const std::span<const std::uint16_t> scales = group.fixed_scales;
+    const std::size_t all =
+        group.layers.size() * 2 * static_cast<std::size_t>(group.block.kv_heads);
+    if (!scales.empty() && scales.size() != all) {
+        return failure(ErrorCode::internal, std::to_string(scales.size()) +
+                                                " fixed scales of a layer group that needs " +
+                                                std::to_string(all));
+    }
+    Result<Buffer> buffer = Buffer::onDevice(device, scales.size_bytes());
+    if (buffer && !scales.empty())
+        device.copy(buffer->data(), scales.data(), scales.size_bytes(), device.defaultStream());
+    return buffer;
+}
+
 }  // namespace
 
 Result<Shard::MemoryBytes> Shard::memoryBytes(const Device& device, const ShardConfig& config) {
@@ -58,7 +75,8 @@ Result<Shard::MemoryBytes> Shard::memoryBytes(const Device& device, const ShardC
         const GroupLimits& group = limits.groups[i];
         on_device += Wide{*block} * group.device_blocks +
                      Wide{limits.max_sequences} * group.blocks_per_sequence * 4 +
-                     static_cast<Wide>(planBytes(device, config));
+                     static_cast<Wide>(planBytes(device, config)) +
+                     static_cast<Wide>(config.groups[i].fixed_scales.size()) * 2;
         on_host += Wide{*block} * group.host_blocks;
     }
     for (const RotaryEmbedding& rotary : rotaries(config))
@@ -92,13 +110,16 @@ Result<Shard> Shard::create(Device& device, const ShardConfig& config) {
         if (!tables) return tl::unexpected<Failure>(tables.error());
         Result<Buffer> plan = Buffer::onDevice(device, planBytes(device, config));
         if (!plan) return tl::unexpected<Failure>(plan.error());
+        Result<Buffer> fixed_scales = uploadFixedScales(device, group);
+        if (!fixed_scales) return tl::unexpected<Failure>(fixed_scales.error());
         const auto found = std::find(different.begin(), different.end(), group.rotary);
         groups.push_back({.config = group,
                           .device_pool = std::move(*device_pool),
                           .host_pool = std::move(*host_pool),
                           .tables = std::move(*tables),
                           .angles = static_cast<std::size_t>(found - different.begin()),
-                          .plan = std::move(*plan)});
+                          .plan = std::move(*plan),
+                          .fixed_scales = std::move(*fixed_scales)});
     }
     Result<StepRuns> runs = StepRuns::create(device, limits);
     if (!runs) return tl::unexpected<Failure>(runs.error());
@@ -118,7 +139,7 @@ Result<Shard> Shard::create(Device& device, const ShardConfig& config) {
     Result<Buffer> workspace = Buffer::onDevice(device, workspaceBytes(device, config));
     if (!workspace) return tl::unexpected<Failure>(workspace.error());
     device.synchronize(
-        device.defaultStream());  // the tables are clear, whatever stream comes first
+        device.defaultStream());  // tables are clear, scales there, whatever stream comes first
     return Shard(device, config,
                  Memory{std::move(groups), std::move(angles), std::move(*runs), std::move(*staging),
                         std::move(*q), std::move(*out), std::move(*lse), std::move(*workspace)});
@@ -269,6 +290,10 @@ Result<void> Shard::append(int layer, const void* q, const void* k, const void* 
     params.rotary_dim = static_cast<int>(2 * angles.pairs());
     params.cosines = angles.cosines();
     params.sines = angles.sines();
+    if (group.fixed_scales.bytes() > 0) {
+        params.fixed_scales = group.fixed_scales.as<const std::uint16_t>() +
+                              std::ptrdiff_t{layerAt(layer).within} * 2 * params.kv_heads;
+    }
     params.runs = runs_.onDevice();
     params.run_count = extent.runs;
     params.tables = group.tables.view();

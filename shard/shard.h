@@ -29,6 +29,8 @@ struct ShardGroup {
     std::int64_t window = 0;  // tokens that a query sees; 0: all
     RotaryEmbedding rotary;
     float softmax_scale = 1.0F;
+    // fp16 bits, [layer of the group][K, V][KV head]; empty: every row has a scale of its own.
+    std::vector<std::uint16_t> fixed_scales = {};
 };
 
 // This rank's part of a cache. The groups have each layer once.
@@ -51,7 +53,8 @@ public:
     };
     [[nodiscard]] static Result<MemoryBytes> memoryBytes(const Device& device,
                                                          const ShardConfig& config);
-    // does_not_fit: pools, tables or workspace. The device must outlive it.
+    // does_not_fit: pools, tables or workspace; internal: another number of fixed scales than there
+    // are layers, K and V, and KV heads. The device must outlive it.
     [[nodiscard]] static Result<Shard> create(Device& device, const ShardConfig& config);
 
     // Metadata, block copies in order, tables, runs. internal: the plan contradicts this rank's
@@ -112,8 +115,9 @@ private:
         ShardGroup config;
         Pool device_pool, host_pool;
         BlockTables tables;
-        std::size_t angles;  // index into angles_
-        Buffer plan;         // of attend, made in apply
+        std::size_t angles;   // index into angles_
+        Buffer plan;          // of attend, made in apply
+        Buffer fixed_scales;  // as in config; 0 bytes: none
     };
     struct Memory {
         std::vector<Group> groups;

@@ -20,6 +20,7 @@
 #include "comm/join.h"
 #include "comm/process.h"
 #include "kernels/attention_state.h"
+#include "kernels/number_formats.h"
 #include "kernels/profile_range.h"
 #include "shard/shard.h"
 #include "shard/sinks.h"
@@ -96,6 +97,21 @@ CoordinatorConfig coordinatorConfigOf(const CacheConfig& config) {
     return coordinator;
 }
 
+// This rank's part of the group's fixed scales, as append reads them; empty: there are none.
+std::vector<std::uint16_t> fixedScalesOf(const CacheConfig& config, const LayerGroup& group,
+                                         const HeadRange& heads) {
+    std::vector<std::uint16_t> bits;
+    if (config.kv_scales.empty()) return bits;
+    for (const int layer : group.layers) {
+        const KvScales& scales = config.kv_scales[static_cast<std::size_t>(layer)];
+        for (const std::vector<float>* all : {&scales.k, &scales.v}) {
+            for (int head = heads.first; head < heads.first + heads.count; ++head)
+                bits.push_back(fp16FromFloat((*all)[static_cast<std::size_t>(head)]));
+        }
+    }
+    return bits;
+}
+
 ShardConfig shardConfigOf(const CacheConfig& config, int rank) {
     ShardConfig shard;
     shard.place = placeOf(rank, config.grid.heads, config.grid.context);
@@ -110,7 +126,9 @@ ShardConfig shardConfigOf(const CacheConfig& config, int rank) {
                                           .format = config.kv_format},
                                 .window = windowOf(config, group),
                                 .rotary = group.rotary.value_or(config.rotary),
-                                .softmax_scale = static_cast<float>(scale)});
+                                .softmax_scale = static_cast<float>(scale),
+                                .fixed_scales = fixedScalesOf(
+                                    config, group, ownedHeads(group.kv_heads, shard.place))});
     }
     shard.query_heads = ownedHeads(config.geometry.query_heads, shard.place).count;
     shard.layout = config.layout;
@@ -165,6 +183,12 @@ std::int64_t configDigest(const CacheConfig& config) {
     add(config.grid.heads);
     add(config.grid.context);
     add(config.kv_format);
+    for (const KvScales& layer : config.kv_scales) {
+        for (const float scale : layer.k)
+            add(scale);
+        for (const float scale : layer.v)
+            add(scale);
+    }
     add(config.input_format);
     add(config.output_format);
     add(config.softmax_scale);

@@ -7,9 +7,12 @@
 #include <limits>
 #include <numeric>
 #include <optional>
+#include <span>
 #include <string>
 #include <variant>
 #include <vector>
+
+#include <fmt/format.h>
 
 #include "src/checked_math.h"
 #include "src/geometry_checks.h"
@@ -167,6 +170,43 @@ Result<void> checkFormats(const CacheConfig& config) {
     return {};
 }
 
+Result<void> checkScales(const std::string& which, std::span<const float> scales, int kv_heads) {
+    if (scales.size() != static_cast<std::size_t>(kv_heads)) {
+        return invalid(which + ": " + std::to_string(scales.size()) + " scales for " +
+                       text(kv_heads) + " KV heads");
+    }
+    for (std::size_t head = 0; head < scales.size(); ++head) {
+        // NaN is in no range.
+        if (scales[head] >= KvScales::least && scales[head] <= KvScales::most) continue;
+        return invalid(fmt::format("{}, KV head {}: {} is not in [2^-14, {:.0f}]", which, head,
+                                   scales[head], KvScales::most));
+    }
+    return {};
+}
+
+// A layer without its scales is refused: it must not be quantised by another rule than the others.
+Result<void> checkKvScales(const CacheConfig& config) {
+    if (config.kv_scales.empty()) return {};
+    if (!hasScales(config.kv_format)) {
+        return invalid("KV scales: " + std::string(name(config.kv_format)) +
+                       " has none, fp8-e4m3 and int8 have");
+    }
+    if (config.kv_scales.size() != static_cast<std::size_t>(config.geometry.layers)) {
+        return invalid("KV scales: of " + std::to_string(config.kv_scales.size()) +
+                       " layers, there are " + text(config.geometry.layers));
+    }
+    for (const LayerGroup& group : config.geometry.groups) {
+        for (const int layer : group.layers) {
+            const KvScales& scales = config.kv_scales[static_cast<std::size_t>(layer)];
+            const std::string of_layer = " scales of layer " + text(layer);
+            auto checked = checkScales("K" + of_layer, scales.k, group.kv_heads);
+            if (checked) checked = checkScales("V" + of_layer, scales.v, group.kv_heads);
+            if (!checked) return checked;
+        }
+    }
+    return {};
+}
+
 // Tokens of a block: a contiguous one holds a sequence, whole stripes of 256.
 std::optional<std::int64_t> blockTokens(const CacheConfig& config) {
     if (config.layout != PoolLayout::contiguous) return config.block_size;
@@ -314,6 +354,7 @@ Result<void> validate(const CacheConfig& config) {
         if (!grid) return tl::unexpected(grid.error());
     }
     checked = checkFormats(config);
+    if (checked) checked = checkKvScales(config);
     for (const LayerGroup& group : config.geometry.groups) {
         if (checked) checked = checkRotary(group.rotary.value_or(config.rotary), group.head_dim);
     }

@@ -93,12 +93,29 @@ struct Grid {
 // do). A requested grid of 0 x 0 means auto. The context axis is 1 in this version.
 [[nodiscard]] Result<Grid> chooseGrid(const Geometry& geometry, int ranks, Grid requested = {});
 
+// The fixed scales of one layer's K and V, which a checkpoint with a calibrated KV cache ships as
+// `k_scale` and `v_scale`: an element is worth stored x scale. The cache keeps them as it keeps
+// scales of rows, in fp16: rounded to nearest once, by 2^-11 of themselves at most.
+struct KvScales {
+    static constexpr float least = 0x1p-14F;  // fp16 has fewer bits below
+    static constexpr float most = 1000.0F;    // a GPU's weights of V, in fp16, overflow above
+
+    std::vector<float> k;  // [KV heads of the layer, all ranks' together], in [least, most]
+    std::vector<float> v;  // likewise
+
+    friend bool operator==(const KvScales&, const KvScales&) = default;
+};
+
 struct CacheConfig {
     Geometry geometry;
     Grid grid;
     NumberFormat kv_format = NumberFormat::bf16;      // fp16, bf16, fp8_e4m3 or int8
     NumberFormat input_format = NumberFormat::bf16;   // of q, k and v: fp32, fp16 or bf16
     NumberFormat output_format = NumberFormat::fp32;  // of attention outputs: fp32, fp16 or bf16
+    // Fixed scales, of every layer or of none, with fp8_e4m3 and int8 only; without them each row
+    // has a scale of its own. K and V beyond scale x 448 (x 127 with int8) saturate there; a row
+    // with an infinity or a NaN becomes NaN.
+    std::vector<KvScales> kv_scales = {};  // [layers], or empty
     RotaryEmbedding rotary;
     double softmax_scale = 0.0;  // of q.k; 0: 1 / sqrt(head_dim)
     // A score becomes softcap * tanh(score / softcap) before the softmax (Gemma 2, arXiv

@@ -15,7 +15,8 @@ using ::__half;
 using half = ::__half;  // IEEE binary16, 2 bytes; incomplete unless cuda_fp16.h is included
 using cudaStream_t = CUstream_st*;  // NOLINT(readability-identifier-naming): CUDA's name
 
-// How one number is stored. fp8_e4m3 and int8 carry one 16-bit scale a token, KV head and K or V.
+// How one number is stored. fp8_e4m3 and int8 carry one 16-bit scale a token, KV head and K or V:
+// of that row, or a fixed one (CacheConfig::kv_scales).
 enum class NumberFormat : std::uint8_t { fp32, fp16, bf16, fp8_e4m3, int8 };
 
 [[nodiscard]] constexpr std::size_t bytesPerElement(NumberFormat format) noexcept {

@@ -366,6 +366,23 @@ TEST_F(ShardTest, OffloadedAndRestoredBlocksGiveTheSameBits) {
         }
 }
 
+TEST_F(ShardTest, ScalesThatAreMissingAreRefused) {
+    RigShape setup;
+    setup.format = NumberFormat::int8;
+    const auto device = DeviceTraits::make();
+    ShardConfig config = shardConfig(setup);
+    // [2 layers][K, V][2 KV heads]
+    for (const std::size_t count : {1, 4, 7, 9}) {
+        config.groups[0].fixed_scales.assign(count, 0x3C00);
+        const Result<Shard> shard = Shard::create(*device, config);
+        ASSERT_FALSE(shard);
+        EXPECT_EQ(shard.error().code, ErrorCode::internal);
+        EXPECT_THAT(shard.error().message, HasSubstr("fixed scales"));
+    }
+    config.groups[0].fixed_scales.assign(8, 0x3C00);
+    EXPECT_TRUE(Shard::create(*device, config));
+}
+
 // In a pool that holds the windows of three sequences and little more, not all of their tokens.
 std::vector<std::vector<float>> inTurnsWithinWindows(const RigShape& setup) {
     Rig rig(setup);

@@ -249,6 +249,25 @@ TEST_F(CacheGraphTest, SinksAreReadAnewByEachLaunch) {
     }
 }
 
+TEST_F(CacheGraphTest, FixedScalesAreThoseOfEagerCalls) {
+    CacheConfig config = layeredConfig();
+    config.kv_format = NumberFormat::fp8_e4m3;
+    for (const float scale : {1e-3F, 50.0F}) {
+        config.kv_scales.push_back({.k = std::vector<float>(kv_heads, scale),
+                                    .v = std::vector<float>(kv_heads, scale / 2)});
+    }
+    Cache plain = make(config);
+    Cache graphed = make(config);
+    const auto ids = prefilled(*process, plain, {20, 300});
+    ASSERT_EQ(prefilled(*process, graphed, {20, 300}), ids);
+    Decoder reference(*process, plain, 2);
+    Decoder decoder(*process, graphed, 2);
+    const Requests both = Requests().run(ids[0]).run(ids[1]);
+    const StepGraph graph = decoder.capture(graphed.begin(both).value());
+    for (int step = 0; step < 3; ++step)
+        EXPECT_EQ(decoder.replay(both, graph), reference.runEagerly(both));
+}
+
 TEST_F(CacheGraphTest, AGraphMayHaveMoreRowsThanTheStep) {
     Cache plain = make(layeredConfig());
     Cache graphed = make(layeredConfig());

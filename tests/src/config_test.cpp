@@ -205,6 +205,39 @@ TEST(Validate, Formats) {
               "output format int8: fp32, fp16 or bf16");
 }
 
+// TensorRT-LLM#16916: a scale that is not there must not become one that is.
+TEST(Validate, KvScales) {
+    const KvScales whole{.k = std::vector<float>(8, 0.02F), .v = std::vector<float>(8, 0.01F)};
+    const auto error_with = [&](const std::function<void(CacheConfig&)>& change) {
+        return errorAfter([&](CacheConfig& c) {
+            c.kv_format = NumberFormat::int8;
+            c.kv_scales.assign(4, whole);
+            change(c);
+        });
+    };
+    EXPECT_EQ(error_with([](CacheConfig&) {}), "(no error)");
+    EXPECT_EQ(error_with([](CacheConfig& c) { c.kv_format = NumberFormat::bf16; }),
+              "KV scales: bf16 has none, fp8-e4m3 and int8 have");
+    EXPECT_EQ(error_with([](CacheConfig& c) { c.kv_scales.pop_back(); }),
+              "KV scales: of 3 layers, there are 4");
+    EXPECT_EQ(error_with([](CacheConfig& c) { c.kv_scales[1] = {}; }),
+              "K scales of layer 1: 0 scales for 8 KV heads");
+    EXPECT_EQ(error_with([](CacheConfig& c) { c.kv_scales[3].v.resize(1); }),
+              "V scales of layer 3: 1 scales for 8 KV heads");
+    const auto nan = std::numeric_limits<float>::quiet_NaN();
+    const auto inf = std::numeric_limits<float>::infinity();
+    for (const float wrong : {0.0F, -0.02F, nan, inf, 6e-5F, 1000.1F}) {
+        const std::string k = error_with([wrong](CacheConfig& c) { c.kv_scales[2].k[5] = wrong; });
+        EXPECT_EQ(k.find("K scales of layer 2, KV head 5: "), 0U) << k;
+        EXPECT_NE(k.find(" is not in [2^-14, 1000]"), std::string::npos) << k;
+        const std::string v = error_with([wrong](CacheConfig& c) { c.kv_scales[0].v[7] = wrong; });
+        EXPECT_EQ(v.find("V scales of layer 0, KV head 7: "), 0U) << v;
+    }
+    for (const float right : {KvScales::least, KvScales::most})
+        EXPECT_EQ(error_with([right](CacheConfig& c) { c.kv_scales[2].k[5] = right; }),
+                  "(no error)");
+}
+
 TEST(Validate, Rotary) {
     const auto nan = std::numeric_limits<double>::quiet_NaN();
     EXPECT_EQ(errorAfter([](CacheConfig& c) { c.rotary.dim = 129; }), "rotary dim 129: 0 to 128");
