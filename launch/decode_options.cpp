@@ -9,6 +9,7 @@
 #include <kvgrid/capacity.h>
 
 #include "launch/decode_run.h"
+#include "launch/kv_scales.h"
 #include "launch/trace.h"
 
 namespace kvgrid::launch {
@@ -76,6 +77,22 @@ Result<bool> chooseGraph(const DecodeOptions& options, const Process& process) {
                           : "--graph on: the CPU device has no graphs");
 }
 
+// Of the part of the model that runs; empty without --kv-scales.
+Result<std::vector<KvScales>> kvScales(const DecodeOptions& options, const ModelConfig& model,
+                                       const Geometry& part) {
+    if (options.kv_scales.empty()) return std::vector<KvScales>();
+    if (!hasScales(options.kv_format)) {
+        return invalid(fmt::format("--kv-scales: {} has no scales, --kv-dtype fp8 and int8 have",
+                                   name(options.kv_format)));
+    }
+    return readKvScales(options.kv_scales, model.geometry)
+        .map([&](std::vector<KvScales> whole) { return scalesOf(part, std::move(whole)); })
+        .map_error([](Failure refused) {
+            refused.message = "--kv-scales: " + refused.message;
+            return refused;
+        });
+}
+
 Setter blocksInto(std::optional<std::int64_t>& out, std::int64_t least) {
     return [&out, least](const std::string& text) {
         constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
@@ -130,6 +147,9 @@ void declareDecodeFlags(CommandLine& line, DecodeOptions& options, const std::st
         .value("grid", "HxC|auto", "head axis x context axis (auto)", gridInto(options.grid))
         .value("kv-dtype", "bf16|fp16|fp8|int8", "format of stored K and V (bf16)",
                choiceInto(options.kv_format, kvFormats()))
+        .value("kv-scales", "FILE",
+               "fixed scales of fp8 or int8 from a checkpoint (each row its own)",
+               textInto(options.kv_scales))
         .value("block-size", "N", "tokens of a block, a power of two up to 256 (64)",
                intInto(options.block_size, 0))
         .value("layout", "block-major|layer-major|contiguous",
@@ -183,6 +203,9 @@ Result<DecodeSetup> prepareDecode(const DecodeOptions& options, const Process& p
     const auto grid = chooseGrid(*geometry, process.size(), options.grid);
     if (!grid) return tl::unexpected(grid.error());
 
+    auto kv_scales = kvScales(options, *model, *geometry);
+    if (!kv_scales) return tl::unexpected(kv_scales.error());
+
     const NumberFormat in_16_bits =
         hasScales(options.kv_format) ? NumberFormat::bf16 : options.kv_format;
     CacheConfig config{
@@ -191,6 +214,7 @@ Result<DecodeSetup> prepareDecode(const DecodeOptions& options, const Process& p
         .kv_format = options.kv_format,
         .input_format = in_16_bits,
         .output_format = process.device() == DeviceKind::cuda ? in_16_bits : NumberFormat::fp32,
+        .kv_scales = std::move(*kv_scales),
         .rotary = model->rotary,
         .softmax_scale = model->softmax_scale,
         .logit_softcap = model->logit_softcap,

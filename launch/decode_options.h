@@ -33,6 +33,7 @@ struct DecodeOptions {
     std::optional<bool> graph;  // none: where device and transport can
     Grid grid;
     NumberFormat kv_format = NumberFormat::bf16;
+    std::string kv_scales;  // of a checkpoint; empty: every row has a scale of its own
     int block_size = 64;
     PoolLayout layout = PoolLayout::block_major;
     std::optional<std::int64_t> device_blocks;

@@ -1,5 +1,6 @@
 #include "launch/decode_report.h"
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -39,7 +40,20 @@ void describeModel(Report& report, const DecodeOptions& options, const DecodeSet
     report.fact("head_dim", std::int64_t{setup.headDim()});
 }
 
-void describeCache(Report& report, const Process& process, const DecodeSetup& setup) {
+// "0.01 to 0.25"
+std::string rangeOf(const CacheConfig& config, std::vector<float> KvScales::*scales) {
+    float least = KvScales::most, most = KvScales::least;
+    for (const KvScales& layer : config.kv_scales) {
+        for (const float scale : layer.*scales) {
+            least = std::min(least, scale);
+            most = std::max(most, scale);
+        }
+    }
+    return fmt::format("{:.4g} to {:.4g}", least, most);
+}
+
+void describeCache(Report& report, const Process& process, const DecodeOptions& options,
+                   const DecodeSetup& setup) {
     const CacheConfig& config = setup.config;
     const std::string grid = fmt::format("{}x{}", config.grid.heads, config.grid.context);
     const std::string blocks = config.layout == PoolLayout::contiguous
@@ -52,6 +66,11 @@ void describeCache(Report& report, const Process& process, const DecodeSetup& se
                             name(process.device()), name(process.transport()), grid,
                             name(config.kv_format), name(config.output_format), name(config.layout),
                             blocks, launch));
+    if (!config.kv_scales.empty()) {
+        report.note(fmt::format("KV scales: fixed, from {}; K {}, V {}", options.kv_scales,
+                                rangeOf(config, &KvScales::k), rangeOf(config, &KvScales::v)));
+        report.fact("kv_scales", options.kv_scales);
+    }
     report.fact("device", std::string(name(process.device())));
     report.fact("transport", std::string(name(process.transport())));
     report.fact("grid", grid);
@@ -86,7 +105,7 @@ void describeRun(Report& report, const Process& process, const DecodeOptions& op
                  const DecodeSetup& setup) {
     describeRanks(report, process);
     describeModel(report, options, setup);
-    describeCache(report, process, setup);
+    describeCache(report, process, options, setup);
     report.note(fmt::format("run: {} sequences, {} steps after {} of warm-up, seed {}",
                             options.batch, options.steps, options.warmup, options.seed));
     report.fact("batch", std::int64_t{options.batch});

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstring>
+#include <optional>
 #include <random>
 #include <set>
 #include <variant>
@@ -45,13 +46,14 @@ bool hasScale(oracle::Format format) {
 }
 
 // What a row is worth once it is stored.
-void appendWorth(std::span<const float> row, oracle::Format format, std::vector<double>& out) {
+void appendWorth(std::span<const float> row, oracle::Format format,
+                 std::optional<double> fixed_scale, std::vector<double>& out) {
     if (!hasScale(format)) {
         for (const float value : row)
             out.push_back(oracle::rounded(value, format));
         return;
     }
-    const oracle::ScaledRow scaled = oracle::quantised(row, format);
+    const oracle::ScaledRow scaled = oracle::quantised(row, format, fixed_scale);
     for (std::size_t i = 0; i < row.size(); ++i)
         out.push_back(scaled.worth(i));
 }
@@ -119,10 +121,12 @@ Reference::Reference(const CacheConfig& config, std::uint64_t seed)
       kv_heads_(config.geometry.groups.front().kv_heads),
       group_size_(config.geometry.query_heads / kv_heads_) {
     for (const LayerGroup& group : config.geometry.groups) {
-        for (const int layer : group.layers)
-            layers_[static_cast<std::size_t>(layer)] = {
-                .window = group.window,
-                .rotary = oracleRotary(group.rotary.value_or(config.rotary))};
+        for (const int layer : group.layers) {
+            const auto i = static_cast<std::size_t>(layer);
+            layers_[i] = {.window = group.window,
+                          .rotary = oracleRotary(group.rotary.value_or(config.rotary))};
+            if (!config.kv_scales.empty()) layers_[i].scales = config.kv_scales[i];
+        }
     }
 }
 
@@ -151,14 +155,20 @@ Reference::KeysValues Reference::keysValues(const Unit& unit, std::int64_t first
     KeysValues stored{.first = first, .k = {}, .v = {}};
     stored.k.reserve(static_cast<std::size_t>(end - first) * head_dim);
     stored.v.reserve(static_cast<std::size_t>(end - first) * head_dim);
+    const auto kv_head = static_cast<std::size_t>(unit.kv_head);
+    std::optional<double> k_scale, v_scale;
+    if (const std::optional<KvScales>& scales = layerAt(unit.layer).scales) {
+        k_scale = scales->k[kv_head];
+        v_scale = scales->v[kv_head];
+    }
     std::vector<float> head(head_dim);
     for (std::int64_t position = first; position < end; ++position) {
         const TokenAt token{.key = unit.key, .position = position, .layer = unit.layer};
         workload_.fillHead(Tensor::k, token, unit.kv_head, head);
         oracle::rotate(head, position, layerAt(unit.layer).rotary);
-        appendWorth(head, format, stored.k);
+        appendWorth(head, format, k_scale, stored.k);
         workload_.fillHead(Tensor::v, token, unit.kv_head, head);
-        appendWorth(head, format, stored.v);
+        appendWorth(head, format, v_scale, stored.v);
     }
     return stored;
 }

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -68,6 +69,7 @@ private:
     struct Layer {
         std::int64_t window = 0;  // 0: none
         oracle::Rotary rotary;
+        std::optional<KvScales> scales = std::nullopt;  // none: every row has its own
     };
     [[nodiscard]] const Layer& layerAt(int layer) const {
         return layers_[static_cast<std::size_t>(layer)];

@@ -65,8 +65,8 @@ CommandLine commandLine(DecodeOptions& options) {
             "against\n"
             "attention in fp64 from the seed. Then decodes the same tokens again, a sequence at a\n"
             "time, in a device pool too small for all of them: every bit must come back.\n"
-            "The digest depends on model, layers, context, batch, steps, warm-up, seed and KV\n"
-            "format; not on ranks, block size, layout or threads.")
+            "The digest depends on model, layers, context, batch, steps, warm-up, seed, KV format\n"
+            "and KV scales; not on ranks, block size, layout or threads.")
         .example("mpirun -n 4 kvgrid verify")
         .example("mpirun -n 8 kvgrid verify --model llama-3.1-8b --layers 2 --context 4K,40000")
         .example("kvgrid verify --batch 16 --block-size 16 --device-blocks 1024 --layers 1",

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "tests/launch/run_ranks.h"
+#include "tests/launch/safetensors_file.h"
 
 namespace kvgrid::test {
 namespace {
@@ -68,6 +69,20 @@ TEST(Bench, LowBitFormats) {
         EXPECT_NEAR(row["kv_read_gb_per_s"], bytes / (1e3 * double{row["attend_p50_us"]}),
                     0.02 * double{row["kv_read_gb_per_s"]});
     }
+}
+
+TEST(Bench, ChecksFixedScales) {
+    const TempFolder folder;
+    writeText(folder / "scales", safetensors(layerScales(32, 1e-3F, 50.0F)));
+    const Finished finished =
+        bench(2, joined(small, {"--context", "256", "--kv-dtype", "fp8", "--kv-scales",
+                                folder / "scales", "--json", "-"}));
+    ASSERT_EQ(finished.code, 0) << finished.err;
+    const auto row = nlohmann::json::parse(finished.out)["rows"][0];
+    EXPECT_EQ(row["wrong"], 0);
+    EXPECT_LE(row["max_rel_error"], 1e-5);
+    EXPECT_GT(row["unquantised_rel_error"], 0.05);  // most of K is beyond 0.45
+    EXPECT_EQ(bench(1, joined(small, {"--kv-scales", folder / "scales"})).code, 2);
 }
 
 // Of 6 layers, 5 read 512 tokens and 1 all of them: 256 numbers of K and as many of V, 2 bytes

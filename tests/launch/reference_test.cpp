@@ -182,6 +182,29 @@ TEST(Reference, LowBitRowsAreWorthStepsOfTheirScale) {
     EXPECT_NE(stored.v, before.v);
 }
 
+// K and V of each layer and head by their own, however large their row is.
+TEST(Reference, FixedScalesAreThoseOfTheHead) {
+    CacheConfig fixed = config();
+    fixed.kv_format = NumberFormat::int8;
+    fixed.kv_scales = {{.k = {1e-3F, 1e-3F}, .v = {1e-3F, 1e-3F}},
+                       {.k = {0.25F, 0.01F}, .v = {1.0F, 50.0F}},
+                       {.k = {1e-3F, 1e-3F}, .v = {1e-3F, 1e-3F}}};
+    const Reference reference(fixed, 5);
+    for (const int head : {0, 1}) {
+        const Unit unit{.layer = 1, .key = 0, .kv_head = head};
+        const auto before = reference.unquantised(unit, 0, 20);
+        const auto stored = reference.keysValues(unit, 0, 20);
+        const double k_scale = oracle::rounded(head == 0 ? 0.25 : 0.01F, oracle::Format::fp16);
+        const double v_scale = head == 0 ? 1.0 : 50.0;
+        for (std::size_t i = 0; i < stored.k.size(); ++i) {
+            const double k = std::clamp(before.k[i], -127 * k_scale, 127 * k_scale);
+            EXPECT_NEAR(stored.k[i], k, k_scale * 0.500001);
+            EXPECT_EQ(stored.k[i] / k_scale, std::nearbyint(stored.k[i] / k_scale));
+            EXPECT_EQ(stored.v[i], v_scale * std::nearbyint(before.v[i] / v_scale));
+        }
+    }
+}
+
 // They are given back rounded to the input format.
 TEST(Reference, CountsDifferencesOfLowBitElements) {
     CacheConfig low = config();

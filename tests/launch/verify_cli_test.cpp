@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "tests/launch/run_ranks.h"
+#include "tests/launch/safetensors_file.h"
 
 namespace kvgrid::test {
 namespace {
@@ -120,6 +121,68 @@ TEST(Verify, SaysWhatLowBitNumbersCost) {
     EXPECT_LT(int8["unquantised_rel_error"], fp8["unquantised_rel_error"]);
     EXPECT_GT(int8["unquantised_rel_error"], 1e-3);
     EXPECT_EQ(int8["stored_wrong"], 0);
+}
+
+// The files of a checkpoint of llama-3.1-8b: 32 layers, of which 2 run.
+TEST_P(VerifyLowBit, FixedScalesGiveOneDigestToo) {
+    const TempFolder folder;
+    const std::string file = folder / "model.safetensors";
+    writeText(file, safetensors(layerScales(32, 0.02F, 0.01F)));
+    const Arguments low = joined(llama, {"--kv-dtype", GetParam()});
+    const Arguments fixed = joined(low, {"--kv-scales", file});
+    const std::string expected = digestOf(1, fixed);
+    for (const int ranks : {2, 4})
+        EXPECT_EQ(digestOf(ranks, fixed), expected) << ranks;
+    EXPECT_EQ(digestOf(2, joined(fixed, {"--block-size", "4"})), expected);
+    EXPECT_EQ(digestOf(1, joined(low, {"--kv-scales", folder.path()})), expected);
+    EXPECT_NE(digestOf(2, low), expected);
+    // Far from what the data need, they still are what is stored. (int8 would make all of 50 zero.)
+    for (const float scale : {1e-3F, GetParam() == std::string("fp8") ? 50.0F : 1.0F}) {
+        writeText(file, safetensors(layerScales(32, scale, scale)));
+        EXPECT_NE(digestOf(2, fixed), expected) << scale;
+    }
+}
+
+TEST(Verify, FixedScalesOfEachHead) {
+    const TempFolder folder;
+    std::vector<TensorInFile> tensors = layerScales(32, 0.02F, 0.01F);
+    for (TensorInFile& tensor : tensors) {
+        tensor.shape = {8};
+        tensor.dtype = "BF16";
+        for (int head = 1; head < 8; ++head)
+            tensor.values.push_back(tensor.values.front() * static_cast<float>(1 + head));
+    }
+    writeText(folder / "scales", safetensors(tensors));
+    const Arguments fixed = joined(llama, {"--kv-dtype", "fp8", "--kv-scales", folder / "scales"});
+    EXPECT_EQ(digestOf(4, fixed), digestOf(1, fixed));
+    const Finished json = verify(2, joined(fixed, {"--share-of", "2", "--json", "-"}));
+    EXPECT_EQ(json.code, 0) << json.err;
+    const auto report = nlohmann::json::parse(json.out);
+    EXPECT_EQ(report["kv_scales"], folder / "scales");
+    EXPECT_EQ(report["rows"][0]["stored_wrong"], 0);
+    EXPECT_TRUE(contains(json.err, "# KV scales: fixed, from " + (folder / "scales") + "; K "))
+        << json.err;
+}
+
+TEST(Verify, RefusesScalesThatAreNotThere) {
+    const TempFolder folder;
+    const std::string file = folder / "model.safetensors";
+    const auto refused = [&](const Arguments& arguments, const std::string& why) {
+        const Finished finished =
+            verify(2, joined(joined(llama, {"--kv-scales", file}), arguments));
+        EXPECT_EQ(finished.code, 2) << finished.out << finished.err;
+        EXPECT_TRUE(contains(finished.err, why)) << finished.err;
+    };
+    refused({"--kv-dtype", "fp8"}, "--kv-scales: " + file + ": no such file");
+    writeText(file, safetensors(layerScales(32, 0.02F, 0.01F)));
+    refused({}, "--kv-scales: bf16 has no scales");
+    refused({"--kv-dtype", "fp16"}, "--kv-scales: fp16 has no scales");
+    writeText(file, safetensors(layerScales(31, 0.02F, 0.01F)));
+    refused({"--kv-dtype", "fp8"}, "--kv-scales: " + file + ": no k_scale of layer 31");
+    writeText(file, safetensors(layerScales(80, 0.02F, 0.01F)));
+    refused({"--kv-dtype", "int8"}, "model.layers.32.self_attn.k_scale: the model has no layer 32");
+    writeText(file, safetensors(layerScales(32, 0.0F, 0.01F)));
+    refused({"--kv-dtype", "int8"}, "model.layers.0.self_attn.k_scale: 0 is not in");
 }
 
 TEST(Verify, SmolLm2OnOneAndThreeRanks) {
