@@ -127,8 +127,8 @@ private:
             for (const std::string& name : tensors) {
                 const auto tensor = file.tensors().find(name);
                 if (tensor == file.tensors().end()) {
-                    refuse(file_path + ": " + name + ": is not there, " + path.string() +
-                           " says it is");
+                    refuse(fmt::format("{}: {}: is not there, {} says it is", file_path, name,
+                                       path.string()));
                 }
                 readTensor(file, file_path, name, tensor->second.shape);
             }

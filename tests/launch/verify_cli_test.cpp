@@ -123,12 +123,16 @@ TEST(Verify, SaysWhatLowBitNumbersCost) {
     EXPECT_EQ(int8["stored_wrong"], 0);
 }
 
-// The files of a checkpoint of llama-3.1-8b: 32 layers, of which 2 run.
+// Of 32 layers, whose scales a checkpoint has, 2 run.
+const Arguments scaled{
+    "--model", "llama-3.1-8b", "--layers", "2",        "--context", "300", "--batch",
+    "2",       "--steps",      "2",        "--warmup", "1"};
+
 TEST_P(VerifyLowBit, FixedScalesGiveOneDigestToo) {
     const TempFolder folder;
     const std::string file = folder / "model.safetensors";
     writeText(file, safetensors(layerScales(32, 0.02F, 0.01F)));
-    const Arguments low = joined(llama, {"--kv-dtype", GetParam()});
+    const Arguments low = joined(scaled, {"--kv-dtype", GetParam()});
     const Arguments fixed = joined(low, {"--kv-scales", file});
     const std::string expected = digestOf(1, fixed);
     for (const int ranks : {2, 4})
@@ -153,7 +157,7 @@ TEST(Verify, FixedScalesOfEachHead) {
             tensor.values.push_back(tensor.values.front() * static_cast<float>(1 + head));
     }
     writeText(folder / "scales", safetensors(tensors));
-    const Arguments fixed = joined(llama, {"--kv-dtype", "fp8", "--kv-scales", folder / "scales"});
+    const Arguments fixed = joined(scaled, {"--kv-dtype", "fp8", "--kv-scales", folder / "scales"});
     EXPECT_EQ(digestOf(4, fixed), digestOf(1, fixed));
     const Finished json = verify(2, joined(fixed, {"--share-of", "2", "--json", "-"}));
     EXPECT_EQ(json.code, 0) << json.err;
@@ -169,7 +173,7 @@ TEST(Verify, RefusesScalesThatAreNotThere) {
     const std::string file = folder / "model.safetensors";
     const auto refused = [&](const Arguments& arguments, const std::string& why) {
         const Finished finished =
-            verify(2, joined(joined(llama, {"--kv-scales", file}), arguments));
+            verify(1, joined(joined(scaled, {"--kv-scales", file}), arguments));
         EXPECT_EQ(finished.code, 2) << finished.out << finished.err;
         EXPECT_TRUE(contains(finished.err, why)) << finished.err;
     };

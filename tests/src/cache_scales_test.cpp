@@ -1,10 +1,6 @@
 // Fixed scales on 1, 2 and 4 ranks: each layer, K and V, and KV head has its own, whichever rank
 // and layer group it is on. They are far from 1, so that one that is not used shows
 // (TensorRT-LLM#16916).
-//
-// To prove: in Shard::append, no step from layer to layer, and in fixedScalesOf the heads from 0
-// on, K's for V's or the layers of the whole model, each fail EveryLayerAndHeadHasItsOwn; a digest
-// of the configuration without them fails AreRefusedByNameOnEveryRank.
 #include <kvgrid/cache.h>
 
 #include <cstdint>
