@@ -56,6 +56,7 @@ __device__ Place placeOf(const AppendParams& params, const Run& run, std::int64_
 template <int count>
 __global__ void __launch_bounds__(threads)
     append_kernel(const __grid_constant__ AppendParams params) {
+    takeTurn();
     const Run run = params.runs[blockIdx.x];
     const PoolView& pool = params.pool;
     const int query_heads = params.q == nullptr ? 0 : params.query_heads;
@@ -98,6 +99,7 @@ constexpr int most_scaled_elements = 256;  // of a row that append_scaled_kernel
 template <int count>
 __global__ void __launch_bounds__(threads)
     append_scaled_kernel(const __grid_constant__ AppendParams params) {
+    takeTurn();
     constexpr int packs = most_scaled_elements / (warp_size * count);
     const Run run = params.runs[blockIdx.x];
     const PoolView& pool = params.pool;
@@ -187,7 +189,7 @@ void append(const AppendParams& params, StreamView stream) {
     if (params.input_format != NumberFormat::fp32 && !isIn16Bits(params.input_format))
         throw Error(ErrorCode::internal, "append: the input is not fp32, fp16 or bf16");
     if (params.run_count == 0 || params.rows == 0) return;
-    useDevice(stream);
+    const CudaDevice& device = useDevice(stream);
     const dim3 grid(static_cast<unsigned>(params.run_count),
                     gridFor(std::min(params.rows, blocks_wanted / params.run_count), 65535));
     // Rows of inputs, cosines and pool that let four neighbours be one access.
@@ -195,7 +197,7 @@ void append(const AppendParams& params, StreamView stream) {
                       aligned(params.k) && aligned(params.v);
     auto* const kernel = scaled ? (wide ? append_scaled_kernel<4> : append_scaled_kernel<1>)
                                 : (wide ? append_kernel<4> : append_kernel<1>);
-    kernel<<<grid, threads, 0, handleOf(stream)>>>(params);
+    launchOverlapping(device, kernel, grid, threads, 0, stream, params);
     checkLaunch(scaled ? "append_scaled_kernel" : "append_kernel");
 }
 

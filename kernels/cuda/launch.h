@@ -21,7 +21,7 @@ namespace kvgrid::cuda {
 // Launches a kernel that may start while the one before it in the stream still runs (from sm_90
 // on): it calls waitForLaunchBefore.
 template <typename Argument>
-void launchOverlapping(const CudaDevice& device, void (*kernel)(Argument), unsigned grid,
+void launchOverlapping(const CudaDevice& device, void (*kernel)(Argument), dim3 grid,
                        unsigned threads, std::size_t shared_bytes, StreamView stream,
                        const Argument& argument) {
     cudaLaunchAttribute attribute{};

@@ -2,6 +2,7 @@
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/numbers.cuh"
 #include "kernels/cuda/operations.h"
+#include "kernels/cuda/ptx.cuh"
 
 namespace kvgrid::cuda {
 namespace {
@@ -25,6 +26,7 @@ __device__ void mergeSink(const OutputParams& params, std::int64_t state, std::i
 template <int count>
 __global__ void __launch_bounds__(threads)
     output_kernel(const __grid_constant__ OutputParams params) {
+    takeTurn();
     const std::int64_t numbers = params.heads * params.head_dim;
     const std::int64_t states = params.rows * params.parts;
     for (std::int64_t state = blockIdx.x; state < states; state += gridDim.x) {
@@ -64,14 +66,13 @@ void output(const OutputParams& params, StreamView stream) {
     if (bytesPerElement(params.destination_format) < 2)
         throw Error(ErrorCode::internal, "output: the destination is not fp32, fp16 or bf16");
     if (params.rows * params.parts * params.heads == 0) return;
-    useDevice(stream);
+    const CudaDevice& device = useDevice(stream);
     const unsigned grid = gridFor(params.rows * params.parts, most_blocks);
     const auto either = reinterpret_cast<std::uintptr_t>(params.source) |
                         reinterpret_cast<std::uintptr_t>(params.destination);
-    if (params.head_dim % 4 == 0 && either % 16 == 0)
-        output_kernel<4><<<grid, threads, 0, handleOf(stream)>>>(params);
-    else
-        output_kernel<1><<<grid, threads, 0, handleOf(stream)>>>(params);
+    const bool wide = params.head_dim % 4 == 0 && either % 16 == 0;
+    launchOverlapping(device, wide ? output_kernel<4> : output_kernel<1>, grid, threads, 0, stream,
+                      params);
     checkLaunch("output_kernel");
 }
 
