@@ -51,8 +51,8 @@ public:
 
 private:
     static constexpr std::int64_t no_stripe = -1;
-    // Enough for the memory's latency at its full rate, and a small part of the first-level cache.
-    static constexpr int bytes_ahead = 8192;
+    // Enough for the memory's latency at its full rate, and a small part of the second-level cache.
+    static constexpr int bytes_ahead = 16384;
 
     float* slotOut(int slot) const {
         return scratch_.out + static_cast<std::ptrdiff_t>(slot) * query_rows_ * params_.head_dim;

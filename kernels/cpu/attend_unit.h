@@ -55,7 +55,7 @@ struct Seen {
 struct alignas(64) AttendScratch {
     static constexpr int rows_at_once = 16;  // rows whose scores are held at a time
     static constexpr int padding = 16;       // what a tile or vector may run over an end
-    static constexpr int most_ahead = 64;    // rows that are fetched before they are used
+    static constexpr int most_ahead = 128;   // rows that are fetched before they are used
     static constexpr int fold_levels = 46;   // lanes 2^6, stripes of a lane below 2^40
     static constexpr int score_stride = stripe_tokens + padding;
 

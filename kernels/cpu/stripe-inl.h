@@ -73,13 +73,14 @@ HWY_INLINE const typename Stored<format>::Bits* elements(const std::byte* row) {
     return reinterpret_cast<const typename Stored<format>::Bits*>(row);
 }
 
-// Asks for the line of element d when d begins one.
+// Asks for the line of element d when d begins one, into the second-level cache: the first has few
+// lines that may be on their way, and they would bound the rate.
 template <NumberFormat format>
 HWY_INLINE void prefetchChunk(const std::byte* row, int d) {
     constexpr int line_elements = 64 / sizeof(typename Stored<format>::Bits);
     if (chunk_size >= line_elements || d % line_elements == 0)
         for (int i = 0; i < chunk_size; i += line_elements)
-            __builtin_prefetch(elements<format>(row) + d + i);
+            __builtin_prefetch(elements<format>(row) + d + i, 0, 2);
 }
 
 // Scores of `rows` query rows against tile_vectors / rows tokens: scale * q.k into
