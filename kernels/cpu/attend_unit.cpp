@@ -114,8 +114,9 @@ private:
         const float* const right_lse = slotLse(slot + 1);
         for (int r = 0; r < query_rows_; ++r) {
             const std::ptrdiff_t at = static_cast<std::ptrdiff_t>(r) * params_.head_dim;
-            left_lse[r] = mergeState(left + at, left_lse[r], right + at, right_lse[r],
-                                     params_.head_dim, left + at);
+            const MergeWeights weights = mergeWeights(left_lse[r], right_lse[r]);
+            mergeOuts(weights, left + at, right + at, params_.head_dim);
+            left_lse[r] = weights.lse;
         }
     }
 

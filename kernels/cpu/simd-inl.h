@@ -25,8 +25,8 @@ using Floats = hn::Vec<FloatTag>;
 inline constexpr int vector_lanes = static_cast<int>(HWY_LANES(float));
 
 // How 2 * vector_lanes stored numbers become two vectors. Where `interleaved`, `first` holds the
-// even and `second` the odd ones, which for bf16 is cheaper than to keep their order. A number is
-// `unit` times what the vector holds, scales apart.
+// even and `second` the odd ones, which for bf16 and e4m3 is cheaper than to keep their order. A
+// number is `unit` times what the vector holds, scales apart.
 template <NumberFormat format>
 struct StoredVectors;
 
@@ -80,24 +80,37 @@ struct StoredVectors<NumberFormat::fp16> {
 
 template <>
 struct StoredVectors<NumberFormat::fp8_e4m3> {
-    static constexpr bool interleaved = false;
-
 #if HWY_CAP_GE256 || HWY_TARGET == HWY_NEON
-    // The bits of an fp16 number, but that its bias is larger by 8. There is no NaN among them.
+    // Bytes become the bits of fp16 numbers, but that their bias is larger by 8. There is no NaN
+    // among them.
+    static constexpr bool interleaved = true;
     static constexpr float unit = 256.0F;
 
-    static HWY_INLINE Floats load(const std::uint8_t* from) {
-        const FloatTag tag;
-        const hn::Rebind<std::int8_t, FloatTag> narrow;
-        const hn::Rebind<std::int16_t, FloatTag> wide;
+    using HalfBits = hn::Rebind<std::int16_t, FloatTag>;
+
+    // Of numbers whose bytes are the upper ones; what the lower ones hold goes. Two copies of the
+    // sign lie above the other bits.
+    static HWY_INLINE Floats fromUpperBytes(hn::Vec<HalfBits> bytes) {
         const hn::Rebind<hwy::float16_t, FloatTag> halves;
+        const auto bits = hn::And(hn::ShiftRight<1>(bytes),
+                                  hn::Set(HalfBits(), static_cast<std::int16_t>(0xBF80)));
+        return hn::PromoteTo(FloatTag(), hn::BitCast(halves, bits));
+    }
+
+    static HWY_INLINE Floats load(const std::uint8_t* from) {
+        const hn::Rebind<std::int8_t, FloatTag> narrow;
         const auto bytes = hn::LoadU(narrow, reinterpret_cast<const std::int8_t*>(from));
-        // Two copies of the sign lie above the other bits.
-        const auto bits = hn::And(hn::ShiftLeft<7>(hn::PromoteTo(wide, bytes)),
-                                  hn::Set(wide, static_cast<std::int16_t>(0xBFFF)));
-        return hn::PromoteTo(tag, hn::BitCast(halves, bits));
+        return fromUpperBytes(hn::ShiftLeft<8>(hn::PromoteTo(HalfBits(), bytes)));
+    }
+
+    static HWY_INLINE void loadPair(const std::uint8_t* from, Floats& first, Floats& second) {
+        const hn::Repartition<std::uint8_t, HalfBits> all;
+        const auto bytes = hn::BitCast(HalfBits(), hn::LoadU(all, from));
+        first = fromUpperBytes(hn::ShiftLeft<8>(bytes));
+        second = fromUpperBytes(bytes);
     }
 #else
+    static constexpr bool interleaved = false;
     static constexpr float unit = 1.0F;
 
     static HWY_INLINE Floats load(const std::uint8_t* from) {
@@ -106,12 +119,12 @@ struct StoredVectors<NumberFormat::fp8_e4m3> {
             numbers[i] = e4m3ToFloat(from[i]);
         return hn::Load(FloatTag(), numbers);
     }
-#endif
 
     static HWY_INLINE void loadPair(const std::uint8_t* from, Floats& first, Floats& second) {
         first = load(from);
         second = load(from + vector_lanes);
     }
+#endif
 };
 
 template <>
@@ -177,6 +190,20 @@ HWY_INLINE void storeRuns(Floats vector, std::ptrdiff_t stride, float* HWY_RESTR
         hn::StoreU(hn::UpperHalf(quarter, low), quarter, to + stride);
         hn::StoreU(hn::LowerHalf(quarter, high), quarter, to + 2 * stride);
         hn::StoreU(hn::UpperHalf(quarter, high), quarter, to + 3 * stride);
+    } else if constexpr (run == 2) {
+        const hn::Half<FloatTag> half;
+        const hn::Half<decltype(half)> quarter;
+        const hn::Half<decltype(quarter)> pair;
+        const auto low = hn::LowerHalf(half, vector);
+        const auto high = hn::UpperHalf(half, vector);
+        const decltype(hn::LowerHalf(quarter, low)) quarters[] = {
+            hn::LowerHalf(quarter, low), hn::UpperHalf(quarter, low), hn::LowerHalf(quarter, high),
+            hn::UpperHalf(quarter, high)};
+        HWY_UNROLL(16)
+        for (int i = 0; i < 4; ++i) {
+            hn::StoreU(hn::LowerHalf(pair, quarters[i]), pair, to + 2 * i * stride);
+            hn::StoreU(hn::UpperHalf(pair, quarters[i]), pair, to + (2 * i + 1) * stride);
+        }
 #endif
     } else {
         HWY_ALIGN float lanes[vector_lanes];

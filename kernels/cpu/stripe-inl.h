@@ -68,6 +68,23 @@ HWY_NOINLINE void fromVectorOrder(const float* HWY_RESTRICT from, int head_dim, 
         hn::StoreU(hn::Mul(hn::LoadU(tag, from + d), factors), tag, to + d);
 }
 
+// left = mergeOut(weights, left, right), element by element.
+HWY_INLINE void mergeOuts(const MergeWeights& weights, float* HWY_RESTRICT left,
+                          const float* HWY_RESTRICT right, int head_dim) {
+    if (weights.right == 0.0F) return;
+    if (weights.left == 0.0F) {
+        std::memcpy(left, right, static_cast<std::size_t>(head_dim) * sizeof(float));
+        return;
+    }
+    const FloatTag tag;
+    const Floats left_weight = hn::Set(tag, weights.left);
+    const Floats right_weight = hn::Set(tag, weights.right);
+    for (int d = 0; d < head_dim; d += vector_lanes)
+        hn::StoreU(hn::Add(hn::Mul(left_weight, hn::LoadU(tag, left + d)),
+                           hn::Mul(right_weight, hn::LoadU(tag, right + d))),
+                   tag, left + d);
+}
+
 template <NumberFormat format>
 HWY_INLINE const typename Stored<format>::Bits* elements(const std::byte* row) {
     return reinterpret_cast<const typename Stored<format>::Bits*>(row);
@@ -83,29 +100,46 @@ HWY_INLINE void prefetchChunk(const std::byte* row, int d) {
             __builtin_prefetch(elements<format>(row) + d + i, 0, 2);
 }
 
-// Scores of `rows` query rows against tile_vectors / rows tokens: scale * q.k into
-// scores[row * score_stride + token]. With `fetch`, each line that is read asks for one of the row
-// `ahead` rows later.
+// Query rows of the largest tile: a number of K or V that is loaded serves so many rows. More of
+// them share the work to make an 8-bit number fp32, but load more of q for each token.
+template <NumberFormat format>
+inline constexpr int most_tile_rows = tile_vectors >= 16 && bytesPerElement(format) == 1 ? 8 : 4;
+
+// Tokens of a tile of scores. What storeSums sums beyond the tile's rows is not used.
+template <int rows>
+inline constexpr int tile_tokens = tile_vectors / (rows <= 2 ? rows : (rows <= 4 ? 4 : 8));
+
+// Scores of `rows` query rows against tile_tokens<rows> tokens: scale * q.k into
+// scores[row * score_stride + token]; overwrites those of the rows up to the next power of two.
+// With `fetch`, each line that is read asks for one of the row `ahead` rows later.
+//
+// Loops over registers are unrolled before anything else, lest the compiler keeps them in memory.
 template <NumberFormat format, int rows, bool fetch>
 HWY_INLINE void scoreTile(const float* HWY_RESTRICT q, const std::byte* const* keys, int head_dim,
                           float scale, int ahead, float* HWY_RESTRICT scores) {
-    constexpr int tokens = tile_vectors / rows;
+    constexpr int tokens = tile_tokens<rows>;
     const FloatTag tag;
     Floats dots[tile_vectors];
+    HWY_UNROLL(16)
     for (Floats& dot : dots)
         dot = hn::Zero(tag);
     int d = 0;
     for (; d + chunk_size <= head_dim; d += chunk_size) {
         Floats first[tokens];
         Floats second[tokens];
+        HWY_UNROLL(16)
         for (int t = 0; t < tokens; ++t)
             StoredVectors<format>::loadPair(elements<format>(keys[t]) + d, first[t], second[t]);
-        if constexpr (fetch)
+        if constexpr (fetch) {
+            HWY_UNROLL(16)
             for (int t = 0; t < tokens; ++t)
                 prefetchChunk<format>(keys[t + ahead], d);
+        }
+        HWY_UNROLL(16)
         for (int r = 0; r < rows; ++r) {
             const Floats q_first = hn::LoadU(tag, q + r * head_dim + d);
             const Floats q_second = hn::LoadU(tag, q + r * head_dim + d + vector_lanes);
+            HWY_UNROLL(16)
             for (int t = 0; t < tokens; ++t) {
                 Floats& dot = dots[r * tokens + t];
                 dot = hn::MulAdd(second[t], q_second, hn::MulAdd(first[t], q_first, dot));
@@ -113,9 +147,11 @@ HWY_INLINE void scoreTile(const float* HWY_RESTRICT q, const std::byte* const* k
         }
     }
     if (has_odd_vector && d < head_dim) {
+        HWY_UNROLL(16)
         for (int t = 0; t < tokens; ++t) {
             const Floats key = StoredVectors<format>::load(elements<format>(keys[t]) + d);
             if constexpr (fetch) prefetchChunk<format>(keys[t + ahead], d);
+            HWY_UNROLL(16)
             for (int r = 0; r < rows; ++r) {
                 Floats& dot = dots[r * tokens + t];
                 dot = hn::MulAdd(key, hn::LoadU(tag, q + r * head_dim + d), dot);
@@ -133,9 +169,12 @@ HWY_INLINE void weighTile(const float* HWY_RESTRICT weights, const std::byte* co
                           float* HWY_RESTRICT sums) {
     const FloatTag tag;
     Floats out[rows * vectors];
-    for (int r = 0; r < rows; ++r)
+    HWY_UNROLL(16)
+    for (int r = 0; r < rows; ++r) {
+        HWY_UNROLL(16)
         for (int i = 0; i < vectors; ++i)
             out[r * vectors + i] = hn::LoadU(tag, sums + r * head_dim + d + i * vector_lanes);
+    }
     for (int t = begin; t < end; ++t) {
         const auto* const row = elements<format>(values[t]) + d;
         Floats value[vectors];
@@ -143,30 +182,43 @@ HWY_INLINE void weighTile(const float* HWY_RESTRICT weights, const std::byte* co
             value[0] = StoredVectors<format>::load(row);
             if constexpr (fetch) prefetchChunk<format>(values[t + ahead], d);
         } else {
+            HWY_UNROLL(16)
             for (int i = 0; i < vectors; i += 2)
                 StoredVectors<format>::loadPair(row + i * vector_lanes, value[i], value[i + 1]);
-            if constexpr (fetch)
+            if constexpr (fetch) {
+                HWY_UNROLL(16)
                 for (int i = 0; i < vectors; i += 2)
                     prefetchChunk<format>(values[t + ahead], d + i * vector_lanes);
+            }
         }
+        HWY_UNROLL(16)
         for (int r = 0; r < rows; ++r) {
             const Floats weight = hn::Set(tag, weights[r * AttendScratch::score_stride + t]);
+            HWY_UNROLL(16)
             for (int i = 0; i < vectors; ++i)
                 out[r * vectors + i] = hn::MulAdd(weight, value[i], out[r * vectors + i]);
         }
     }
-    for (int r = 0; r < rows; ++r)
+    HWY_UNROLL(16)
+    for (int r = 0; r < rows; ++r) {
+        HWY_UNROLL(16)
         for (int i = 0; i < vectors; ++i)
             hn::StoreU(out[r * vectors + i], tag, sums + r * head_dim + d + i * vector_lanes);
+    }
 }
+
+// Running sums that weighTile keeps in registers: AVX2 has 16 of them, all others 32.
+inline constexpr int most_weigh_vectors = vector_lanes == 8 ? 8 : 16;
 
 // weighTile over the whole head dim.
 template <NumberFormat format, int rows, bool fetch>
 HWY_NOINLINE void weigh(const float* weights, const std::byte* const* values, int begin, int end,
                         int head_dim, int ahead, float* sums) {
     int d = 0;
-    for (; d + 2 * chunk_size <= head_dim; d += 2 * chunk_size)
-        weighTile<format, rows, 4, fetch>(weights, values, begin, end, head_dim, d, ahead, sums);
+    if constexpr (rows * 4 <= most_weigh_vectors)
+        for (; d + 2 * chunk_size <= head_dim; d += 2 * chunk_size)
+            weighTile<format, rows, 4, fetch>(weights, values, begin, end, head_dim, d, ahead,
+                                              sums);
     for (; d + chunk_size <= head_dim; d += chunk_size)
         weighTile<format, rows, 2, fetch>(weights, values, begin, end, head_dim, d, ahead, sums);
     if constexpr (has_odd_vector) {
@@ -181,7 +233,6 @@ HWY_NOINLINE void softcap(float cap, float* HWY_RESTRICT scores, int count) {
     const FloatTag tag;
     const Floats caps = hn::Set(tag, cap);
     for (int i = 0; i < count; i += vector_lanes) {
-        // Unlike Exp below, Tanh leaves NaN as it is.
         const Floats share = hn::Div(hn::LoadU(tag, scores + i), caps);
         hn::StoreU(hn::Mul(caps, hn::Tanh(tag, share)), tag, scores + i);
     }
@@ -201,6 +252,25 @@ HWY_INLINE void multiply(float* HWY_RESTRICT numbers, const float* HWY_RESTRICT 
                    numbers + i);
 }
 
+// As exact::expOfNonPositive; NaN stays NaN.
+HWY_INLINE Floats expOfNonPositive(Floats x) {
+    const FloatTag tag;
+    // Adding it rounds to an integer, whose lowest bits are then those of an exponent.
+    const Floats to_exponent = hn::Set(tag, 12582912.0F + 127.0F);
+    const Floats shifted = hn::MulAdd(x, hn::Set(tag, 1.44269504F), to_exponent);
+    const Floats n = hn::Sub(shifted, to_exponent);
+    const Floats r =
+        hn::MulAdd(n, hn::Set(tag, 2.12194440e-4F), hn::MulAdd(n, hn::Set(tag, -0.693359375F), x));
+    Floats p = hn::Set(tag, 1.9875691500e-4F);
+    for (const float coefficient :
+         {1.3981999507e-3F, 8.3334519073e-3F, 4.1665795894e-2F, 1.6666665459e-1F, 5.0000001201e-1F})
+        p = hn::MulAdd(p, r, hn::Set(tag, coefficient));
+    p = hn::Add(hn::MulAdd(p, hn::Mul(r, r), r), hn::Set(tag, 1.0F));
+    const hn::RebindToUnsigned<FloatTag> bits;
+    const Floats power = hn::BitCast(tag, hn::ShiftLeft<23>(hn::BitCast(bits, shifted)));
+    return hn::IfThenZeroElse(hn::Le(x, hn::Set(tag, -87.0F)), hn::Mul(p, power));
+}
+
 // scores[i] = exp(scores[i] - top) for i < count, count >= 1; overwrites up to a vector beyond.
 HWY_NOINLINE SoftmaxSums softmax(float* HWY_RESTRICT scores, int count) {
     const FloatTag tag;
@@ -214,8 +284,7 @@ HWY_NOINLINE SoftmaxSums softmax(float* HWY_RESTRICT scores, int count) {
     Floats sum = hn::Zero(tag);
     for (int i = 0; i < padded; i += vector_lanes) {
         const Floats distance = hn::Sub(hn::LoadU(tag, scores + i), largest);
-        // Highway's Exp turns NaN into 0, which would hide a broken input.
-        const Floats weight = hn::IfThenElse(hn::IsNaN(distance), distance, hn::Exp(tag, distance));
+        const Floats weight = expOfNonPositive(distance);
         hn::StoreU(weight, tag, scores + i);
         sum = hn::Add(sum, weight);
     }
@@ -242,7 +311,7 @@ struct Stripe {
 template <NumberFormat format, int rows, bool fetch>
 HWY_NOINLINE void scoreRows(const Stripe& stripe, const float* q, int begin, int end,
                             float* scores) {
-    constexpr int step = tile_vectors / rows;
+    constexpr int step = tile_tokens<rows>;
     for (int t = begin; t < end; t += step)
         scoreTile<format, rows, fetch>(q, stripe.rows + t, stripe.head_dim, stripe.scale,
                                        stripe.ahead, scores + t);
@@ -250,9 +319,9 @@ HWY_NOINLINE void scoreRows(const Stripe& stripe, const float* q, int begin, int
 
 // Weighs the stripe's tokens [begin, end): those that only some of `rows` query rows see yet, those
 // that all see, then what only some see still.
-template <NumberFormat format, int rows, bool fetch>
-HWY_INLINE void weighRows(const Stripe& stripe, const float* weights, const Seen* seen, int begin,
-                          int end, float* sums) {
+template <NumberFormat format, int rows>
+HWY_NOINLINE void weighUnequalRows(const Stripe& stripe, const float* weights, const Seen* seen,
+                                   int begin, int end, float* sums) {
     const std::byte* const* const values = stripe.rows + stripe.tokens;
     int common_begin = begin;
     int common_end = end;
@@ -273,27 +342,33 @@ HWY_INLINE void weighRows(const Stripe& stripe, const float* weights, const Seen
     };
     weigh_own(begin, common_begin);
     if (common_begin < common_end)
-        weigh<format, rows, fetch>(weights, values, common_begin, common_end, stripe.head_dim,
-                                   stripe.ahead, sums);
+        weigh<format, rows, true>(weights, values, common_begin, common_end, stripe.head_dim,
+                                  stripe.ahead, sums);
     weigh_own(common_end, end);
 }
 
-// Calls tiles.run<rows, fetch>(first) for tiles of 4, 2 and 1 of `count` rows. The first tile
-// fetches what comes; small tiles always do, as they are rare or the first.
-template <typename Tiles>
+// Calls tiles.run<count, true>(first) for a count of 1 to `most`; nothing for 0.
+template <int most, typename Tiles>
+HWY_INLINE void runRowTile(int count, int first, const Tiles& tiles) {
+    if constexpr (most > 0) {
+        if (count == most) return tiles.template run<most, true>(first);
+        runRowTile<most - 1>(count, first, tiles);
+    }
+}
+
+// Calls tiles.run<rows, fetch>(first) for the largest tiles that `count` rows have, then for one of
+// what is left. The first tile fetches what comes; small tiles always do, as they are rare or the
+// first.
+template <int most, typename Tiles>
 HWY_INLINE void forRowTiles(int count, bool fetch, const Tiles& tiles) {
     int r = 0;
-    if (count >= 4 && fetch) {
-        tiles.template run<4, true>(0);
-        r = 4;
+    if (count >= most && fetch) {
+        tiles.template run<most, true>(0);
+        r = most;
     }
-    for (; r + 4 <= count; r += 4)
-        tiles.template run<4, false>(r);
-    if (r + 2 <= count) {
-        tiles.template run<2, true>(r);
-        r += 2;
-    }
-    if (r < count) tiles.template run<1, true>(r);
+    for (; r + most <= count; r += most)
+        tiles.template run<most, false>(r);
+    runRowTile<most - 1>(count - r, r, tiles);
 }
 
 template <NumberFormat format>
@@ -316,14 +391,20 @@ struct WeighTiles {
     const Stripe& stripe;
     const float* weights;
     const Seen* seen;
+    Seen common;  // what all query rows see
     int begin;
     int end;
     float* sums;
 
     template <int rows, bool fetch>
     HWY_INLINE void run(int r) const {
-        weighRows<format, rows, fetch>(stripe, weights + r * AttendScratch::score_stride, seen + r,
-                                       begin, end, sums + r * stripe.head_dim);
+        const float* const own = weights + r * AttendScratch::score_stride;
+        float* const to = sums + r * stripe.head_dim;
+        if (common.begin <= begin && end <= common.end)
+            weigh<format, rows, fetch>(own, stripe.rows + stripe.tokens, begin, end,
+                                       stripe.head_dim, stripe.ahead, to);
+        else
+            weighUnequalRows<format, rows>(stripe, own, seen + r, begin, end, to);
     }
 };
 
@@ -337,13 +418,16 @@ HWY_NOINLINE void attendStripe(const Stripe& stripe, const float* q, const Seen*
                                AttendScratch& scratch, float* out, float* lse) {
     int first = stripe.tokens;
     int last = 0;
+    Seen common{.begin = 0, .end = stripe.tokens};
     for (int r = 0; r < rows; ++r) {
+        common.begin = std::max(common.begin, seen[r].begin);
+        common.end = std::min(common.end, seen[r].end);
         if (seen[r].begin == seen[r].end) continue;
         first = std::min(first, seen[r].begin);
         last = std::max(last, seen[r].end);
     }
     for (int t = first; t < last; t += token_tile)
-        forRowTiles(
+        forRowTiles<most_tile_rows<format>>(
             rows, stripe.ahead > 0,
             ScoreTiles<format>{stripe, q, t, std::min(t + token_tile, last), scratch.scores});
     float sum_of[AttendScratch::rows_at_once];
@@ -363,9 +447,10 @@ HWY_NOINLINE void attendStripe(const Stripe& stripe, const float* q, const Seen*
     }
     std::memset(scratch.sums, 0, static_cast<std::size_t>(rows * stripe.head_dim) * sizeof(float));
     for (int t = first; t < last; t += token_tile)
-        forRowTiles(rows, stripe.ahead > 0,
-                    WeighTiles<format>{stripe, scratch.scores, seen, t,
-                                       std::min(t + token_tile, last), scratch.sums});
+        forRowTiles<most_tile_rows<format>>(
+            rows, stripe.ahead > 0,
+            WeighTiles<format>{stripe, scratch.scores, seen, common, t,
+                               std::min(t + token_tile, last), scratch.sums});
     for (int r = 0; r < rows; ++r)
         fromVectorOrder<format>(scratch.sums + r * stripe.head_dim, stripe.head_dim,
                                 sum_of[r] == 0.0F ? 0.0F : StoredVectors<format>::unit / sum_of[r],
