@@ -190,20 +190,6 @@ HWY_INLINE void storeRuns(Floats vector, std::ptrdiff_t stride, float* HWY_RESTR
         hn::StoreU(hn::UpperHalf(quarter, low), quarter, to + stride);
         hn::StoreU(hn::LowerHalf(quarter, high), quarter, to + 2 * stride);
         hn::StoreU(hn::UpperHalf(quarter, high), quarter, to + 3 * stride);
-    } else if constexpr (run == 2) {
-        const hn::Half<FloatTag> half;
-        const hn::Half<decltype(half)> quarter;
-        const hn::Half<decltype(quarter)> pair;
-        const auto low = hn::LowerHalf(half, vector);
-        const auto high = hn::UpperHalf(half, vector);
-        const decltype(hn::LowerHalf(quarter, low)) quarters[] = {
-            hn::LowerHalf(quarter, low), hn::UpperHalf(quarter, low), hn::LowerHalf(quarter, high),
-            hn::UpperHalf(quarter, high)};
-        HWY_UNROLL(16)
-        for (int i = 0; i < 4; ++i) {
-            hn::StoreU(hn::LowerHalf(pair, quarters[i]), pair, to + 2 * i * stride);
-            hn::StoreU(hn::UpperHalf(pair, quarters[i]), pair, to + (2 * i + 1) * stride);
-        }
 #endif
     } else {
         HWY_ALIGN float lanes[vector_lanes];

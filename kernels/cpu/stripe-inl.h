@@ -100,17 +100,16 @@ HWY_INLINE void prefetchChunk(const std::byte* row, int d) {
             __builtin_prefetch(elements<format>(row) + d + i, 0, 2);
 }
 
-// Query rows of the largest tile: a number of K or V that is loaded serves so many rows. More of
-// them share the work to make an 8-bit number fp32, but load more of q for each token.
-template <NumberFormat format>
-inline constexpr int most_tile_rows = tile_vectors >= 16 && bytesPerElement(format) == 1 ? 8 : 4;
+// Query rows of the largest tile. More of them decode K and V less often, but were no faster: they
+// load more of q for each token.
+inline constexpr int most_tile_rows = 4;
 
 // Tokens of a tile of scores. What storeSums sums beyond the tile's rows is not used.
 template <int rows>
-inline constexpr int tile_tokens = tile_vectors / (rows <= 2 ? rows : (rows <= 4 ? 4 : 8));
+inline constexpr int tile_tokens = tile_vectors / (rows == 3 ? 4 : rows);
 
 // Scores of `rows` query rows against tile_tokens<rows> tokens: scale * q.k into
-// scores[row * score_stride + token]; overwrites those of the rows up to the next power of two.
+// scores[row * score_stride + token]; with three rows it overwrites those of a fourth.
 // With `fetch`, each line that is read asks for one of the row `ahead` rows later.
 //
 // Loops over registers are unrolled before anything else, lest the compiler keeps them in memory.
@@ -359,16 +358,16 @@ HWY_INLINE void runRowTile(int count, int first, const Tiles& tiles) {
 // Calls tiles.run<rows, fetch>(first) for the largest tiles that `count` rows have, then for one of
 // what is left. The first tile fetches what comes; small tiles always do, as they are rare or the
 // first.
-template <int most, typename Tiles>
+template <typename Tiles>
 HWY_INLINE void forRowTiles(int count, bool fetch, const Tiles& tiles) {
     int r = 0;
-    if (count >= most && fetch) {
-        tiles.template run<most, true>(0);
-        r = most;
+    if (count >= most_tile_rows && fetch) {
+        tiles.template run<most_tile_rows, true>(0);
+        r = most_tile_rows;
     }
-    for (; r + most <= count; r += most)
-        tiles.template run<most, false>(r);
-    runRowTile<most - 1>(count - r, r, tiles);
+    for (; r + most_tile_rows <= count; r += most_tile_rows)
+        tiles.template run<most_tile_rows, false>(r);
+    runRowTile<most_tile_rows - 1>(count - r, r, tiles);
 }
 
 template <NumberFormat format>
@@ -427,7 +426,7 @@ HWY_NOINLINE void attendStripe(const Stripe& stripe, const float* q, const Seen*
         last = std::max(last, seen[r].end);
     }
     for (int t = first; t < last; t += token_tile)
-        forRowTiles<most_tile_rows<format>>(
+        forRowTiles(
             rows, stripe.ahead > 0,
             ScoreTiles<format>{stripe, q, t, std::min(t + token_tile, last), scratch.scores});
     float sum_of[AttendScratch::rows_at_once];
@@ -447,10 +446,9 @@ HWY_NOINLINE void attendStripe(const Stripe& stripe, const float* q, const Seen*
     }
     std::memset(scratch.sums, 0, static_cast<std::size_t>(rows * stripe.head_dim) * sizeof(float));
     for (int t = first; t < last; t += token_tile)
-        forRowTiles<most_tile_rows<format>>(
-            rows, stripe.ahead > 0,
-            WeighTiles<format>{stripe, scratch.scores, seen, common, t,
-                               std::min(t + token_tile, last), scratch.sums});
+        forRowTiles(rows, stripe.ahead > 0,
+                    WeighTiles<format>{stripe, scratch.scores, seen, common, t,
+                                       std::min(t + token_tile, last), scratch.sums});
     for (int r = 0; r < rows; ++r)
         fromVectorOrder<format>(scratch.sums + r * stripe.head_dim, stripe.head_dim,
                                 sum_of[r] == 0.0F ? 0.0F : StoredVectors<format>::unit / sum_of[r],

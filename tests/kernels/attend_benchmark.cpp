@@ -5,6 +5,9 @@
 // ceiling: readRuns of 32 KB runs, permuted, over as many bytes as a launch reads. plain: from an
 // event before a launch to one behind it. graph: one CUDA graph of many launches, divided by their
 // number; null on the CPU. GB/s count K and V alone, once for a GQA group.
+// roof, on the CPU alone: K and V over the longer of the times that they take to be read at the
+// ceiling and that the launch's multiply-adds take at the peak of the same run, which is fp32
+// multiply-adds of all threads in registers.
 #include <unistd.h>
 
 #include <algorithm>
@@ -24,6 +27,9 @@
 #include "launch/git_hash.h"
 #include "tests/kernels/attend_shapes.h"
 #include "tests/kernels/attend_step.h"
+#ifndef KVGRID_TEST_CUDA
+#include "kernels/cpu/multiply_adds.h"
+#endif
 
 namespace kvgrid {
 namespace {
@@ -95,9 +101,10 @@ public:
         report["ceiling_gb_per_s"] = rate;
         std::printf("# %s, ceiling of %.1f GB in 32 KB runs: %.0f GB/s\n", name(format).data(),
                     static_cast<double>(bytes) / 1e9, rate);
+        const bool cuda = device_kind == DeviceKind::cuda;
         std::printf("# %-26s %8s %9s %10s %8s %10s %8s %9s %7s %s\n", "batch x context x heads",
-                    "MB", "ceiling", "plain us", "of ceil", "graph us", "of ceil", "error",
-                    "checked", "wrong");
+                    "MB", "ceiling", "plain us", "of ceil", cuda ? "graph us" : "roof",
+                    cuda ? "of ceil" : "of roof", "error", "checked", "wrong");
     }
 
     void run(const AttendShape& shape) {
@@ -129,6 +136,10 @@ public:
                            {"layers", step.layers},
                            {"launches", launches},
                            {"ceiling_gb_per_s", ceiling_rate},
+                           {"multiply_adds", shape.multiplyAdds()},
+                           {"multiply_add_peak_g_per_s", nullptr},
+                           {"roof_gb_per_s", nullptr},
+                           {"plain_roof_share", nullptr},
                            {"checked", checked.vectors},
                            {"max_rel_error", checked.max_rel_error}};
         const auto add = [&](const std::string& launch, std::optional<double> microseconds) {
@@ -146,21 +157,32 @@ public:
             return std::string(text);
         };
         const std::string plain = add("plain", plain_us);
-        std::string graph;
+        std::string last;
         if constexpr (device_kind == DeviceKind::cuda) {
             step.poisonOut();
-            graph = add("graph", timeGraph(step, launches));
+            last = add("graph", timeGraph(step, launches));
             // Equal bits, every one: the graph's last launch is the one that the oracle saw.
             const std::vector<float> again = step.out();
             if (std::memcmp(again.data(), out.data(), out.size() * sizeof(float)) != 0) ++wrong;
         } else {
-            graph = add("graph", std::nullopt);
+            add("graph", std::nullopt);
+            const double peak = multiplyAddPeak();
+            const double roof = static_cast<double>(bytes) /
+                                std::max(static_cast<double>(bytes) / ceiling_rate,
+                                         static_cast<double>(shape.multiplyAdds()) / peak);
+            const double share = static_cast<double>(bytes) / plain_us / 1e3 / roof;
+            row["multiply_add_peak_g_per_s"] = peak;
+            row["roof_gb_per_s"] = roof;
+            row["plain_roof_share"] = share;
+            char text[64];
+            std::snprintf(text, sizeof text, "%10.2f %7.1f%%", roof, 100 * share);
+            last = text;
         }
         row["wrong"] = wrong;
         any_wrong_ = any_wrong_ || wrong > 0;
         report["rows"].push_back(row);
         std::printf("  %-26s %8.1f %9.2f %s %s %9.1e %7lld %lld\n", shape.name.c_str(),
-                    static_cast<double>(bytes) / 1e6, ceiling_rate, plain.c_str(), graph.c_str(),
+                    static_cast<double>(bytes) / 1e6, ceiling_rate, plain.c_str(), last.c_str(),
                     checked.max_rel_error, static_cast<long long>(checked.vectors),
                     static_cast<long long>(wrong));
         std::fflush(stdout);
@@ -200,6 +222,21 @@ private:
             first += count;
         }
         return static_cast<double>(count * run_bytes) / median(times) / 1e3;
+    }
+
+    // Multiply-adds of all threads, 10^9 a second; 0 on CUDA, which has no such probe.
+    double multiplyAddPeak() {
+#ifdef KVGRID_TEST_CUDA
+        return 0;
+#else
+        std::vector<double> rates;
+        for (int i = 0; i < warm_up + repetitions; ++i) {
+            std::int64_t count = 0;
+            const double taken = time([&] { count = cpu::multiplyAdds(*device_); });
+            if (i >= warm_up) rates.push_back(static_cast<double>(count) / taken / 1e3);
+        }
+        return median(rates);
+#endif
     }
 
     double timeGraph(Step& step, std::int64_t launches) {

@@ -64,6 +64,13 @@ std::int64_t AttendShape::blockBytes(std::int64_t block_size, NumberFormat forma
             blocks(block_size) * scaleBytes(format, block_size));
 }
 
+std::int64_t AttendShape::multiplyAdds() const {
+    std::int64_t seen = 0;
+    for (const std::int64_t length : lengths)
+        seen += rows * length - rows * (rows - 1) / 2;
+    return seen * query_heads * head_dim * 2;
+}
+
 std::vector<std::pair<std::int64_t, std::int64_t>> AttendShape::sequences() const {
     std::vector<std::pair<std::int64_t, std::int64_t>> found;
     for (const std::int64_t length : lengths) {

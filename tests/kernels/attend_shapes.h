@@ -26,6 +26,8 @@ struct AttendShape {
     // K and V of the tokens that are there, and of the blocks that hold them.
     [[nodiscard]] std::int64_t bytes(NumberFormat format) const;
     [[nodiscard]] std::int64_t blockBytes(std::int64_t block_size, NumberFormat format) const;
+    // Of q.k and of weights and V, over the tokens that each row sees.
+    [[nodiscard]] std::int64_t multiplyAdds() const;
     // The lengths in order, as (how many, tokens).
     [[nodiscard]] std::vector<std::pair<std::int64_t, std::int64_t>> sequences() const;
 };

@@ -38,6 +38,13 @@ TEST(AttendShapes, BytesAreOfTokensOrOfBlocks) {
     EXPECT_EQ(shape.blockBytes(64, NumberFormat::bf16), 192 * 2 * 2 * 64 * 2);
 }
 
+TEST(AttendShapes, MultiplyAddsAreOfTheTokensThatRowsSee) {
+    const AttendShape one = orThrow(parseAttendShape("2x100x8/2x64"));
+    EXPECT_EQ(one.multiplyAdds(), 2 * 100 * 8 * 64 * 2);
+    const AttendShape several = orThrow(parseAttendShape("1x10x4/1x64q3"));
+    EXPECT_EQ(several.multiplyAdds(), (8 + 9 + 10) * 4 * 64 * 2);
+}
+
 TEST(AttendShapes, WhatIsNoShapeIsRefusedByName) {
     for (const auto& [text, reason] : {std::pair{"", "is no BATCHxCONTEXT"},
                                        {"1x128K", "is no BATCHxCONTEXT"},

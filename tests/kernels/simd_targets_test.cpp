@@ -4,6 +4,7 @@
 // Highway comes after the choice of targets.
 #include <hwy/targets.h>
 
+#include "kernels/cpu/multiply_adds.h"
 #include "tests/kernels/paged_world.h"
 
 namespace kvgrid::test {
@@ -87,6 +88,34 @@ TEST_F(SimdTargetsTest, EachSoftcapsRowsByThemselves) {
     }
 }
 
+// Scores over the whole range of the exponential and beyond it, and one that is no number.
+TEST_F(SimdTargetsTest, EachWeighsScoresFarApart) {
+    Model model{.query_heads = 1, .kv_heads = 1, .head_dim = 64, .scale = 1.0F};
+    const auto number = [](Kind kind, int, std::int64_t position, int, int element) {
+        if (kind == Kind::v) return static_cast<float>((position * 7 + element) % 5) - 2.0F;
+        if (kind == Kind::q) return element == 0 ? 1.0F : 0.0F;
+        return element == 0 ? -0.5F * static_cast<float>(position) : 0.0F;
+    };
+    for (const std::int64_t target : hwy::SupportedAndGeneratedTargets()) {
+        choose(target);
+        SCOPED_TRACE(device_->description());
+        model.number = number;
+        const PagedWorld world(*device_, model, {.block_size = 32}, {{.id = 0, .length = 250}});
+        const auto attendLast = [](const PagedWorld& in) {
+            return attend(in, {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 249}});
+        };
+        expectOracle(world, attendLast(world), 0, 0, 249);
+        model.number = [&](Kind kind, int sequence, std::int64_t position, int head, int element) {
+            return kind == Kind::k && position == 100
+                       ? std::numeric_limits<float>::quiet_NaN()
+                       : number(kind, sequence, position, head, element);
+        };
+        const PagedWorld broken(*device_, model, {.block_size = 32}, {{.id = 0, .length = 250}});
+        for (const float out : attendLast(broken).out)
+            EXPECT_TRUE(std::isnan(out));
+    }
+}
+
 // Special fp16 numbers, where a target without a conversion instruction has code of its own.
 TEST_F(SimdTargetsTest, Fp16SubnormalsAndSpecials) {
     Model model{.format = NumberFormat::fp16, .query_heads = 1, .kv_heads = 1, .head_dim = 64};
@@ -137,6 +166,17 @@ TEST_F(SimdTargetsTest, EveryLowBitNumber) {
                 for (int element = 0; element < 64; ++element)
                     EXPECT_EQ(states.out[static_cast<std::size_t>(element)], number(element));
             }
+    }
+}
+
+TEST_F(SimdTargetsTest, EachCountsItsMultiplyAdds) {
+    const std::unique_ptr<Device> one = makeCpuDevice(1);
+    for (const std::int64_t target : hwy::SupportedAndGeneratedTargets()) {
+        choose(target);
+        SCOPED_TRACE(device_->description());
+        const std::int64_t count = cpu::multiplyAdds(*one);
+        EXPECT_GT(count, 0);
+        EXPECT_EQ(cpu::multiplyAdds(*device_), 2 * count);
     }
 }
 
