@@ -78,6 +78,7 @@ void* CpuDevice::allocate(std::size_t bytes) {
     if (bytes > static_cast<std::size_t>(freeMemory())) return nullptr;
     auto* const data = static_cast<std::byte*>(allocateAligned(bytes));
     if (data == nullptr) return nullptr;
+    spreadOverNodes(data, bytes);
     forEachPiece(pool_, bytes, [data](std::size_t offset, std::size_t piece) {
         for (std::size_t i = 0; i < piece; i += page_bytes)
             data[offset + i] = std::byte{0};

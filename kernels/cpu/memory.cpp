@@ -1,5 +1,7 @@
 #include "kernels/cpu/memory.h"
 
+#include <numa.h>
+#include <numaif.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -106,6 +108,17 @@ void* allocateAligned(std::size_t bytes) noexcept {
     if (before < huge_page_bytes) munmap(begin + before + wanted, huge_page_bytes - before);
     madvise(begin + before, wanted, MADV_HUGEPAGE);
     return begin + before;
+}
+
+void spreadOverNodes(void* pointer, std::size_t bytes) noexcept {
+    if (numa_available() < 0) return;
+    int policy = MPOL_DEFAULT;
+    if (get_mempolicy(&policy, nullptr, 0, nullptr, 0) != 0 || policy != MPOL_DEFAULT) return;
+    bitmask* const nodes = numa_get_run_node_mask();
+    // Where it fails, the kernel's own choice stays.
+    if (numa_bitmask_weight(nodes) > 1)
+        mbind(pointer, bytes, MPOL_INTERLEAVE, nodes->maskp, nodes->size + 1, 0);
+    numa_bitmask_free(nodes);
 }
 
 void deallocateAligned(void* pointer, std::size_t bytes) noexcept {

@@ -17,4 +17,9 @@ inline constexpr std::size_t huge_page_bytes = std::size_t{2} << 20;
 [[nodiscard]] void* allocateAligned(std::size_t bytes) noexcept;
 void deallocateAligned(void* pointer, std::size_t bytes) noexcept;
 
+// Of memory that was not touched yet: its pages will lie on all NUMA nodes that the process may run
+// on, in turn, where there are several and nobody (numactl) chose otherwise. Any thread takes any
+// unit of work, so no node is the right one, and all of them together are read faster.
+void spreadOverNodes(void* pointer, std::size_t bytes) noexcept;
+
 }  // namespace kvgrid::cpu

@@ -408,7 +408,7 @@ struct WeighTiles {
 };
 
 // Tokens whose K or V stays in the first-level cache while all query rows pass over it.
-inline constexpr int token_tile = 16;
+inline constexpr int token_tile = 32;
 
 // Attention of `rows` query rows (at most rows_at_once) over a stripe; query row r sees its tokens
 // seen[r]. q in vector order. Writes out[r * head_dim ...] and lse[r].
