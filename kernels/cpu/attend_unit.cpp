@@ -65,8 +65,9 @@ private:
             const float* const q =
                 params_.q + (row * params_.query_heads + unit_.kv_head * group_) * params_.head_dim;
             for (int h = 0; h < group_; ++h)
-                toVectorOrder<format>(q + h * params_.head_dim, params_.head_dim,
-                                      scratch_.q + (r * group_ + h) * params_.head_dim);
+                stageQuery<format>(
+                    q + h * params_.head_dim, params_.head_dim,
+                    scratch_.q + staged_query_factor * (r * group_ + h) * params_.head_dim);
         }
     }
 
@@ -134,7 +135,7 @@ private:
                     .value_scales = scratch_.scales + AttendScratch::score_stride};
         for (int r = 0; r < query_rows_; r += AttendScratch::rows_at_once) {
             const std::ptrdiff_t at = static_cast<std::ptrdiff_t>(r) * params_.head_dim;
-            attendStripe<format>(view, scratch_.q + at, scratch_.seen + r,
+            attendStripe<format>(view, scratch_.q + staged_query_factor * at, scratch_.seen + r,
                                  std::min(AttendScratch::rows_at_once, query_rows_ - r), scratch_,
                                  slotOut(slot) + at, slotLse(slot) + r);
             view.ahead = 0;  // fetched already

@@ -24,9 +24,19 @@ using Floats = hn::Vec<FloatTag>;
 // fp32 numbers in a vector.
 inline constexpr int vector_lanes = static_cast<int>(HWY_LANES(float));
 
+#if HWY_CAP_GE512
+// A vector whose lower half is read from `a`, the upper from `b`.
+template <class Tag, typename T>
+HWY_INLINE hn::Vec<Tag> loadSideBySide(Tag tag, const T* a, const T* b) {
+    const hn::Half<Tag> half;
+    return hn::Combine(tag, hn::LoadU(half, b), hn::LoadU(half, a));
+}
+#endif
+
 // How 2 * vector_lanes stored numbers become two vectors. Where `interleaved`, `first` holds the
 // even and `second` the odd ones, which for bf16 and e4m3 is cheaper than to keep their order. A
-// number is `unit` times what the vector holds, scales apart.
+// number is `unit` times what the vector holds, scales apart. loadHalves does so with vector_lanes
+// numbers of each of two rows, one in the lower halves, one in the upper.
 template <NumberFormat format>
 struct StoredVectors;
 
@@ -42,19 +52,34 @@ struct StoredVectors<NumberFormat::bf16> {
         return hn::BitCast(tag, hn::ShiftLeft<16>(hn::PromoteTo(wide, hn::LoadU(narrow, from))));
     }
 
+#if HWY_TARGET != HWY_SCALAR
+    static HWY_INLINE void split(hn::Vec<hn::Repartition<std::uint16_t, FloatTag>> pairs,
+                                 Floats& first, Floats& second) {
+        const FloatTag tag;
+        const hn::RebindToUnsigned<FloatTag> wide;
+        const auto bits = hn::BitCast(wide, pairs);
+        first = hn::BitCast(tag, hn::ShiftLeft<16>(bits));
+        second = hn::BitCast(tag, hn::And(bits, hn::Set(wide, 0xFFFF0000U)));
+    }
+#endif
+
     static HWY_INLINE void loadPair(const std::uint16_t* from, Floats& first, Floats& second) {
 #if HWY_TARGET == HWY_SCALAR
         first = load(from);
         second = load(from + 1);
 #else
-        const FloatTag tag;
-        const hn::RebindToUnsigned<FloatTag> wide;
         const hn::Repartition<std::uint16_t, FloatTag> pairs;
-        const auto bits = hn::BitCast(wide, hn::LoadU(pairs, from));
-        first = hn::BitCast(tag, hn::ShiftLeft<16>(bits));
-        second = hn::BitCast(tag, hn::And(bits, hn::Set(wide, 0xFFFF0000U)));
+        split(hn::LoadU(pairs, from), first, second);
 #endif
     }
+
+#if HWY_CAP_GE512
+    static HWY_INLINE void loadHalves(const std::uint16_t* a, const std::uint16_t* b, Floats& first,
+                                      Floats& second) {
+        const hn::Repartition<std::uint16_t, FloatTag> pairs;
+        split(loadSideBySide(pairs, a, b), first, second);
+    }
+#endif
 };
 
 template <>
@@ -76,6 +101,21 @@ struct StoredVectors<NumberFormat::fp16> {
         first = load(from);
         second = load(from + vector_lanes);
     }
+
+#if HWY_CAP_GE512
+    static HWY_INLINE void loadHalves(const std::uint16_t* a, const std::uint16_t* b, Floats& first,
+                                      Floats& second) {
+        constexpr int half = vector_lanes / 2;
+        first = loadHalf(a, b);
+        second = loadHalf(a + half, b + half);
+    }
+
+    static HWY_INLINE Floats loadHalf(const std::uint16_t* a, const std::uint16_t* b) {
+        const hn::Rebind<std::uint16_t, FloatTag> bits;
+        const hn::Rebind<hwy::float16_t, FloatTag> narrow;
+        return hn::PromoteTo(FloatTag(), hn::BitCast(narrow, loadSideBySide(bits, a, b)));
+    }
+#endif
 };
 
 template <>
@@ -105,10 +145,21 @@ struct StoredVectors<NumberFormat::fp8_e4m3> {
 
     static HWY_INLINE void loadPair(const std::uint8_t* from, Floats& first, Floats& second) {
         const hn::Repartition<std::uint8_t, HalfBits> all;
-        const auto bytes = hn::BitCast(HalfBits(), hn::LoadU(all, from));
+        split(hn::BitCast(HalfBits(), hn::LoadU(all, from)), first, second);
+    }
+
+    static HWY_INLINE void split(hn::Vec<HalfBits> bytes, Floats& first, Floats& second) {
         first = fromUpperBytes(hn::ShiftLeft<8>(bytes));
         second = fromUpperBytes(bytes);
     }
+
+#if HWY_CAP_GE512
+    static HWY_INLINE void loadHalves(const std::uint8_t* a, const std::uint8_t* b, Floats& first,
+                                      Floats& second) {
+        const hn::Repartition<std::uint8_t, HalfBits> all;
+        split(hn::BitCast(HalfBits(), loadSideBySide(all, a, b)), first, second);
+    }
+#endif
 #else
     static constexpr bool interleaved = false;
     static constexpr float unit = 1.0F;
@@ -143,10 +194,22 @@ struct StoredVectors<NumberFormat::int8> {
         first = load(from);
         second = load(from + vector_lanes);
     }
-};
 
-// Vectors that one call of storeSums sums.
-inline constexpr int tile_vectors = vector_lanes < 4 ? 4 : vector_lanes;
+#if HWY_CAP_GE512
+    static HWY_INLINE void loadHalves(const std::int8_t* a, const std::int8_t* b, Floats& first,
+                                      Floats& second) {
+        constexpr int half = vector_lanes / 2;
+        first = loadHalf(a, b);
+        second = loadHalf(a + half, b + half);
+    }
+
+    static HWY_INLINE Floats loadHalf(const std::int8_t* a, const std::int8_t* b) {
+        const hn::Rebind<std::int8_t, FloatTag> narrow;
+        const hn::RebindToSigned<FloatTag> wide;
+        return hn::ConvertTo(FloatTag(), hn::PromoteTo(wide, loadSideBySide(narrow, a, b)));
+    }
+#endif
+};
 
 #if HWY_TARGET != HWY_SCALAR
 // Four vectors become one: block b holds, for each of the four, the sum of its block b.
@@ -163,6 +226,44 @@ HWY_INLINE Floats sumWithinBlocks(const Floats* vectors) {
                    hn::BitCast(tag, hn::InterleaveUpper(pairs, ab_pairs, cd_pairs)));
 }
 
+#endif
+
+#if HWY_CAP_GE512
+
+// Vectors that one call of storePairSums sums.
+inline constexpr int most_sums = 8;
+
+// Sums over the halves of vectors, times `factor` and with the same tree of additions for each:
+// those of vectors i = 0 to pairs - 1 to to[i] (lower half) and to[pairs + i] (upper), those of the
+// next vectors likewise to to + stride.
+template <int pairs>
+HWY_INLINE void storePairSums(const Floats* vectors, float factor, std::ptrdiff_t stride,
+                              float* HWY_RESTRICT to) {
+    static_assert(pairs == 4 || pairs == most_sums);
+    const FloatTag tag;
+    const Floats a = sumWithinBlocks(vectors);
+    const Floats b = sumWithinBlocks(vectors + 4);
+    // Blocks: lower half of a, of b, upper half of a, of b.
+    const Floats sums =
+        hn::Mul(hn::Add(hn::OddEvenBlocks(b, a), hn::SwapAdjacentBlocks(hn::OddEvenBlocks(a, b))),
+                hn::Set(tag, factor));
+    const hn::Half<FloatTag> half;
+    const hn::Half<decltype(half)> quarter;
+    const auto lower = hn::LowerHalf(half, sums);
+    const auto upper = hn::UpperHalf(half, sums);
+    float* const next = to + (pairs == 4 ? stride : 4);
+    hn::StoreU(hn::LowerHalf(quarter, lower), quarter, to);
+    hn::StoreU(hn::UpperHalf(quarter, lower), quarter, next);
+    hn::StoreU(hn::LowerHalf(quarter, upper), quarter, to + pairs);
+    hn::StoreU(hn::UpperHalf(quarter, upper), quarter, next + pairs);
+}
+
+#else
+
+// Vectors that one call of storeSums sums.
+inline constexpr int tile_vectors = vector_lanes < 4 ? 4 : vector_lanes;
+
+#if HWY_TARGET != HWY_SCALAR
 #if HWY_CAP_GE256
 // Adds the upper half of each operand to its lower half.
 HWY_INLINE Floats sumHalves(Floats low, Floats high) {
@@ -176,21 +277,6 @@ template <int run>
 HWY_INLINE void storeRuns(Floats vector, std::ptrdiff_t stride, float* HWY_RESTRICT to) {
     if constexpr (run == vector_lanes) {
         hn::StoreU(vector, FloatTag(), to);
-#if HWY_CAP_GE512
-    } else if constexpr (run == 8) {
-        const hn::Half<FloatTag> half;
-        hn::StoreU(hn::LowerHalf(half, vector), half, to);
-        hn::StoreU(hn::UpperHalf(half, vector), half, to + stride);
-    } else if constexpr (run == 4) {
-        const hn::Half<FloatTag> half;
-        const hn::Half<decltype(half)> quarter;
-        const auto low = hn::LowerHalf(half, vector);
-        const auto high = hn::UpperHalf(half, vector);
-        hn::StoreU(hn::LowerHalf(quarter, low), quarter, to);
-        hn::StoreU(hn::UpperHalf(quarter, low), quarter, to + stride);
-        hn::StoreU(hn::LowerHalf(quarter, high), quarter, to + 2 * stride);
-        hn::StoreU(hn::UpperHalf(quarter, high), quarter, to + 3 * stride);
-#endif
     } else {
         HWY_ALIGN float lanes[vector_lanes];
         hn::Store(vector, FloatTag(), lanes);
@@ -211,17 +297,7 @@ HWY_INLINE void storeSums(const Floats* vectors, float factor, std::ptrdiff_t st
     for (int i = 0; i < tile_vectors; ++i)
         hn::StoreU(hn::Mul(vectors[i], factors), tag, to + i / run * stride + i % run);
 #else
-#if HWY_CAP_GE512
-    const Floats a = sumWithinBlocks(vectors);
-    const Floats b = sumWithinBlocks(vectors + 4);
-    const Floats c = sumWithinBlocks(vectors + 8);
-    const Floats d = sumWithinBlocks(vectors + 12);
-    const Floats ac = sumHalves(a, c);  // blocks: two parts of a, two of c
-    const Floats bd = sumHalves(b, d);
-    const Floats upright = hn::OddEvenBlocks(bd, ac);
-    const Floats crossed = hn::SwapAdjacentBlocks(hn::OddEvenBlocks(ac, bd));
-    const Floats sums = hn::Mul(hn::Add(upright, crossed), factors);
-#elif HWY_CAP_GE256
+#if HWY_CAP_GE256
     const Floats sums =
         hn::Mul(sumHalves(sumWithinBlocks(vectors), sumWithinBlocks(vectors + 4)), factors);
 #else
@@ -230,6 +306,8 @@ HWY_INLINE void storeSums(const Floats* vectors, float factor, std::ptrdiff_t st
     storeRuns<run>(sums, stride, to);
 #endif
 }
+
+#endif
 
 }  // namespace kvgrid::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();

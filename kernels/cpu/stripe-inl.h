@@ -22,30 +22,11 @@
 #include <cstring>
 
 #include "kernels/cpu/attend_unit.h"
+#include "kernels/cpu/score_tile-inl.h"
 #include "kernels/cpu/simd-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace kvgrid::cpu::HWY_NAMESPACE {
-
-// The order in which head_dim stored numbers lie in vectors: chunks of two vectors as StoredVectors
-// loads them, then, if there is room for only one more, one in plain order.
-inline constexpr int chunk_size = 2 * vector_lanes;
-inline constexpr bool has_odd_vector = head_dim_unit % chunk_size != 0;
-
-template <NumberFormat format>
-HWY_INLINE void toVectorOrder(const float* HWY_RESTRICT from, int head_dim,
-                              float* HWY_RESTRICT to) {
-    int d = 0;
-    if constexpr (StoredVectors<format>::interleaved) {
-        for (; d + chunk_size <= head_dim; d += chunk_size)
-            for (int i = 0; i < vector_lanes; ++i) {
-                to[d + i] = from[d + 2 * i];
-                to[d + vector_lanes + i] = from[d + 2 * i + 1];
-            }
-    }
-    for (; d < head_dim; ++d)
-        to[d] = from[d];
-}
 
 // to = from * factor, in plain order.
 template <NumberFormat format>
@@ -85,80 +66,9 @@ HWY_INLINE void mergeOuts(const MergeWeights& weights, float* HWY_RESTRICT left,
                    tag, left + d);
 }
 
-template <NumberFormat format>
-HWY_INLINE const typename Stored<format>::Bits* elements(const std::byte* row) {
-    return reinterpret_cast<const typename Stored<format>::Bits*>(row);
-}
-
-// Asks for the line of element d when d begins one, into the second-level cache: the first has few
-// lines that may be on their way, and they would bound the rate.
-template <NumberFormat format>
-HWY_INLINE void prefetchChunk(const std::byte* row, int d) {
-    constexpr int line_elements = 64 / sizeof(typename Stored<format>::Bits);
-    if (chunk_size >= line_elements || d % line_elements == 0)
-        for (int i = 0; i < chunk_size; i += line_elements)
-            __builtin_prefetch(elements<format>(row) + d + i, 0, 2);
-}
-
 // Query rows of the largest tile. More of them decode K and V less often, but were no faster: they
 // load more of q for each token.
 inline constexpr int most_tile_rows = 4;
-
-// Tokens of a tile of scores. What storeSums sums beyond the tile's rows is not used.
-template <int rows>
-inline constexpr int tile_tokens = tile_vectors / (rows == 3 ? 4 : rows);
-
-// Scores of `rows` query rows against tile_tokens<rows> tokens: scale * q.k into
-// scores[row * score_stride + token]; with three rows it overwrites those of a fourth.
-// With `fetch`, each line that is read asks for one of the row `ahead` rows later.
-//
-// Loops over registers are unrolled before anything else, lest the compiler keeps them in memory.
-template <NumberFormat format, int rows, bool fetch>
-HWY_INLINE void scoreTile(const float* HWY_RESTRICT q, const std::byte* const* keys, int head_dim,
-                          float scale, int ahead, float* HWY_RESTRICT scores) {
-    constexpr int tokens = tile_tokens<rows>;
-    const FloatTag tag;
-    Floats dots[tile_vectors];
-    HWY_UNROLL(16)
-    for (Floats& dot : dots)
-        dot = hn::Zero(tag);
-    int d = 0;
-    for (; d + chunk_size <= head_dim; d += chunk_size) {
-        Floats first[tokens];
-        Floats second[tokens];
-        HWY_UNROLL(16)
-        for (int t = 0; t < tokens; ++t)
-            StoredVectors<format>::loadPair(elements<format>(keys[t]) + d, first[t], second[t]);
-        if constexpr (fetch) {
-            HWY_UNROLL(16)
-            for (int t = 0; t < tokens; ++t)
-                prefetchChunk<format>(keys[t + ahead], d);
-        }
-        HWY_UNROLL(16)
-        for (int r = 0; r < rows; ++r) {
-            const Floats q_first = hn::LoadU(tag, q + r * head_dim + d);
-            const Floats q_second = hn::LoadU(tag, q + r * head_dim + d + vector_lanes);
-            HWY_UNROLL(16)
-            for (int t = 0; t < tokens; ++t) {
-                Floats& dot = dots[r * tokens + t];
-                dot = hn::MulAdd(second[t], q_second, hn::MulAdd(first[t], q_first, dot));
-            }
-        }
-    }
-    if (has_odd_vector && d < head_dim) {
-        HWY_UNROLL(16)
-        for (int t = 0; t < tokens; ++t) {
-            const Floats key = StoredVectors<format>::load(elements<format>(keys[t]) + d);
-            if constexpr (fetch) prefetchChunk<format>(keys[t + ahead], d);
-            HWY_UNROLL(16)
-            for (int r = 0; r < rows; ++r) {
-                Floats& dot = dots[r * tokens + t];
-                dot = hn::MulAdd(key, hn::LoadU(tag, q + r * head_dim + d), dot);
-            }
-        }
-    }
-    storeSums<tokens>(dots, scale, AttendScratch::score_stride, scores);
-}
 
 // Adds weight * v of tokens [begin, end) to the running sums of `rows` query rows, for `vectors`
 // vectors of the head dim from element d on.
@@ -380,8 +290,8 @@ struct ScoreTiles {
 
     template <int rows, bool fetch>
     HWY_INLINE void run(int r) const {
-        scoreRows<format, rows, fetch>(stripe, q + r * stripe.head_dim, begin, end,
-                                       scores + r * AttendScratch::score_stride);
+        scoreRows<format, rows, fetch>(stripe, q + staged_query_factor * r * stripe.head_dim, begin,
+                                       end, scores + r * AttendScratch::score_stride);
     }
 };
 
@@ -411,7 +321,7 @@ struct WeighTiles {
 inline constexpr int token_tile = 32;
 
 // Attention of `rows` query rows (at most rows_at_once) over a stripe; query row r sees its tokens
-// seen[r]. q in vector order. Writes out[r * head_dim ...] and lse[r].
+// seen[r]. q as stageQuery has it. Writes out[r * head_dim ...] and lse[r].
 template <NumberFormat format>
 HWY_NOINLINE void attendStripe(const Stripe& stripe, const float* q, const Seen* seen, int rows,
                                AttendScratch& scratch, float* out, float* lse) {
