@@ -26,13 +26,14 @@ std::int64_t multiplyAddRounds(std::int64_t rounds, float* sink) {
     const auto factor = hn::Set(tag, 0.5F);
     const auto addend = hn::Set(tag, 0.5F + *sink);
     hn::Vec<decltype(tag)> sums[chains];
+    float start = 0.0F;
     HWY_UNROLL(20)
-    for (int i = 0; i < chains; ++i)
-        sums[i] = hn::Set(tag, static_cast<float>(i));
+    for (auto& sum : sums)
+        sum = hn::Set(tag, start += 1.0F);
     for (std::int64_t round = 0; round < rounds; ++round) {
         HWY_UNROLL(20)
-        for (int i = 0; i < chains; ++i)
-            sums[i] = hn::MulAdd(sums[i], factor, addend);
+        for (auto& sum : sums)
+            sum = hn::MulAdd(sum, factor, addend);
     }
     HWY_UNROLL(20)
     for (int i = 1; i < chains; ++i)
