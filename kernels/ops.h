@@ -154,7 +154,7 @@ struct MergeParams {
     int parts = 0;
     int head_dim = 0;
     const float* out_parts =
-        nullptr;  // [parts, rows, head_dim]; what lies beside an lse of -inf is not read
+        nullptr;  // [parts, rows, head_dim]; what lies beside an lse of -inf does not count
     const float* lse_parts = nullptr;  // [parts, rows]
     float* out = nullptr;              // [rows, head_dim]; may be the first part
     float* lse = nullptr;              // [rows]

@@ -1,6 +1,10 @@
 #include "launch/json_fields.h"
 
 #include <cmath>
+#include <new>
+#include <set>
+#include <string>
+#include <vector>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -177,8 +181,21 @@ void JsonFields::fail(std::string_view key, const std::string& why) const {
 }
 
 json parseJson(std::string_view text, const std::string& where) {
+    std::vector<std::set<std::string>> keys;  // of the objects that are open
+    const auto check = [&](int, json::parse_event_t event, const json& parsed) {
+        if (event == json::parse_event_t::object_start) keys.emplace_back();
+        if (event == json::parse_event_t::object_end) keys.pop_back();
+        if (event == json::parse_event_t::key) {
+            const auto& key = parsed.get_ref<const std::string&>();
+            if (!keys.back().insert(key).second)
+                throw Error(ErrorCode::invalid_argument, where + key + " is there twice");
+        }
+        return true;
+    };
     try {
-        return json::parse(text);
+        return json::parse(text, check);
+    } catch (const std::bad_alloc&) {
+        throw Error(ErrorCode::does_not_fit, where + "does not fit into memory");
     } catch (const json::exception& error) {
         // "[json.exception.parse_error.101] parse error at line 1, ..."
         const std::string_view what = error.what();

@@ -91,14 +91,14 @@ void Safetensors::readHeader() {
     if (!file_.read(text.data(), static_cast<std::streamsize>(text.size()))) fail("cannot be read");
     data_ = length_bytes + static_cast<std::int64_t>(header_bytes);
 
+    // Before it is parsed: what it cannot be may be large.
+    if (text.empty() || text.front() != '{') fail("the header is no object");
     const nlohmann::json header = parseJson(text, path_ + ": the header ");
-    if (!header.is_object()) fail("the header is no object");
     for (const auto& [name, value] : header.items()) {
         if (name == "__metadata__") continue;
         const JsonFields fields(value, path_ + ": " + name + ": ");
         tensors_.emplace(name, tensorOf(fields, size - data_));
     }
-    // A name that is there twice leaves a hole too: the parser keeps one.
     std::vector<const std::pair<const std::string, Tensor>*> in_order;
     for (const auto& tensor : tensors_)
         in_order.push_back(&tensor);

@@ -1,4 +1,8 @@
 #include <algorithm>
+#include <bit>
+#include <string>
+
+#include <kvgrid/error.h>
 
 #include "kernels/cpu/cpu_device.h"
 #include "kernels/cpu/merge_states.h"
@@ -13,6 +17,8 @@ constexpr std::int64_t states_per_task = 16;
 
 void merge(const MergeParams& params, StreamView stream) {
     CpuDevice& device = cpuDevice(stream);
+    if (params.parts < 1 || !std::has_single_bit(static_cast<unsigned>(params.parts)))
+        throw Error(ErrorCode::internal, "merge: " + std::to_string(params.parts) + " parts");
     const std::int64_t tasks = (params.rows + states_per_task - 1) / states_per_task;
     device.pool().parallelFor(tasks, [&](std::int64_t task, int thread) {
         auto* const scratch = reinterpret_cast<float*>(device.scratch(thread));

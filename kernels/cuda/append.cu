@@ -52,11 +52,18 @@ __device__ Place placeOf(const AppendParams& params, const Run& run, std::int64_
             position - logical * pool.block_size};
 }
 
+// Everything before this launch is over, and attend behind it may start: it waits before it reads
+// what this writes.
+__device__ __forceinline__ void letAttendStart() {
+    waitForLaunchBefore();
+    letNextLaunchStart();
+}
+
 // Blocks of threads: x runs, y shares of a run's rows. A thread does `count` elements at a time.
 template <int count>
 __global__ void __launch_bounds__(threads)
     append_kernel(const __grid_constant__ AppendParams params) {
-    takeTurn();
+    letAttendStart();
     const Run run = params.runs[blockIdx.x];
     const PoolView& pool = params.pool;
     const int query_heads = params.q == nullptr ? 0 : params.query_heads;
@@ -99,7 +106,7 @@ constexpr int most_scaled_elements = 256;  // of a row that append_scaled_kernel
 template <int count>
 __global__ void __launch_bounds__(threads)
     append_scaled_kernel(const __grid_constant__ AppendParams params) {
-    takeTurn();
+    letAttendStart();
     constexpr int packs = most_scaled_elements / (warp_size * count);
     const Run run = params.runs[blockIdx.x];
     const PoolView& pool = params.pool;

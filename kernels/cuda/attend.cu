@@ -107,6 +107,7 @@ __device__ __forceinline__ void foldManyUnits(const TreeRow& row, int first, int
     const int barrier = 1 + warp / team_warps;
     exchange[warp][lane] = folded.out;
     exchange_lse[warp] = folded.lse;
+    __syncwarp();
     syncThreads(barrier, team_threads);
     const FoldGroups of_warps(team_warps);
     if (warp_of_team * of_warps.numbers() < warp_size) {
@@ -119,6 +120,7 @@ __device__ __forceinline__ void foldManyUnits(const TreeRow& row, int first, int
         if (is_part && first + of_part < row.head_dim && of_warps.isFirst())
             row.store(state, first + of_part);
     }
+    __syncwarp();
     syncThreads(barrier, team_threads);
 }
 

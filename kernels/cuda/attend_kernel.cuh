@@ -304,7 +304,7 @@ __global__ void __launch_bounds__(AttendShape<format, head_dim, row_tiles>::thre
 #endif
     __syncthreads();
 
-    // Only the fold of this launch reads what it writes, and that waits for all of it.
+    // Whatever starts behind this waits for all of it before it reads what this writes.
     letNextLaunchStart();
     if (static_cast<int>(threadIdx.x) < Shape::computing_threads) {
         takeRegisters<Shape::computing_registers>();

@@ -49,7 +49,8 @@ void prepareMerge() {
 }
 
 void merge(const MergeParams& params, StreamView stream) {
-    if (params.head_dim % part_numbers != 0 || params.parts < 1 || params.parts > fold_most)
+    const bool is_power = params.parts > 0 && (params.parts & (params.parts - 1)) == 0;
+    if (params.head_dim % part_numbers != 0 || !is_power || params.parts > fold_most)
         throw Error(ErrorCode::internal, "merge: head dim " + std::to_string(params.head_dim) +
                                              ", " + std::to_string(params.parts) + " parts");
     if (params.rows == 0) return;

@@ -26,7 +26,8 @@ __device__ void mergeSink(const OutputParams& params, std::int64_t state, std::i
 template <int count>
 __global__ void __launch_bounds__(threads)
     output_kernel(const __grid_constant__ OutputParams params) {
-    takeTurn();
+    // The launch behind it, often NCCL's, starts when this is over.
+    waitForLaunchBefore();
     const std::int64_t numbers = params.heads * params.head_dim;
     const std::int64_t states = params.rows * params.parts;
     for (std::int64_t state = blockIdx.x; state < states; state += gridDim.x) {

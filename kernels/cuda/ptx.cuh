@@ -154,12 +154,6 @@ __device__ __forceinline__ void letNextLaunchStart() {
 #endif
 }
 
-// For a launch between others: everything before it is over, and the one behind it may start.
-__device__ __forceinline__ void takeTurn() {
-    waitForLaunchBefore();
-    letNextLaunchStart();
-}
-
 // Four 8 x 8 matrices of 16-bit numbers; lane i gives the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void loadMatrices(std::uint32_t (&out)[4], std::uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

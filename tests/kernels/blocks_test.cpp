@@ -67,6 +67,14 @@ TYPED_TEST(MergeTest, AllEmpty) {
     }
 }
 
+TYPED_TEST(MergeTest, PartsAreAPowerOfTwo) {
+    for (const int parts : {0, 3, 12, 63})
+        EXPECT_THROW(this->merge(1, parts, 64, std::vector<float>(64 * 64, 0.0F),
+                                 std::vector<float>(64, 0.0F)),
+                     Error)
+            << parts;
+}
+
 // part + parts / 2, then + parts / 4, ..., number by number.
 TYPED_TEST(MergeTest, FoldOrderByTheBook) {
     for (const int head_dim : {64, 80, 256})

@@ -215,7 +215,11 @@ TEST_F(KvScalesTest, FilesThatAreNotWholeAreRefused) {
     EXPECT_THAT(header("[]"), HasSubstr("the header is no object"));
     EXPECT_THAT(header("{" + a + "," + b("2", "8") + "}"), HasSubstr("b: overlaps"));
     EXPECT_THAT(header("{" + a + "," + b("6", "8") + "}"), HasSubstr("b: bytes before it"));
-    EXPECT_THAT(header("{" + a + "," + a + "}"), HasSubstr("bytes behind the last tensor"));
+    // The same bytes twice would leave no hole.
+    EXPECT_THAT(header("{" + a + "," + a + "}", 4), HasSubstr("the header a is there twice"));
+    EXPECT_THAT(
+        header(R"({"a":{"dtype":"F32","dtype":"F16","shape":[2],"data_offsets":[0,4]}})", 4),
+        HasSubstr("dtype is there twice"));
     EXPECT_THAT(header("{" + a + "," + b("4", "12") + "}"), HasSubstr("b: data_offsets"));
     EXPECT_THAT(header("{" + a + "," + b("8", "4") + "}"), HasSubstr("b: data_offsets"));
     EXPECT_THAT(header("{" + a + "," + b("-4", "8") + "}"), HasSubstr("b: data_offsets"));
