@@ -139,6 +139,10 @@ private:
     std::unique_ptr<State> state_;
 };
 
+// On CUDA work on a stream is in order, and launches overlap only where that changes nothing. A
+// caller's own kernel that is launched to overlap the one before it (programmatic dependent launch)
+// must wait for it (cudaGridDependencySynchronize) before it touches what these calls read or
+// write, and before it ends.
 class Cache {
 public:
     // Collective. invalid_argument: the configuration, by name. does_not_fit: the pools, and by how
