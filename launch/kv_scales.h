@@ -12,9 +12,8 @@ namespace kvgrid::launch {
 
 // The scales of every layer that has KV, [layers]; one that a layer has for all KV heads is each
 // head's.
-//   path      a .safetensors file, a model.safetensors.index.json beside the files that it names,
-//   or
-//             a folder with either
+//   path      a .safetensors file, a model.safetensors.index.json beside the files that it
+//             names, or a folder with either
 //   geometry  of the whole model
 // invalid_argument, naming the file and the tensor or layer: scales that are missing, there twice,
 // of a layer that is not there, of another shape than [], [1] or [KV heads], not in

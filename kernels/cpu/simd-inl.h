@@ -82,9 +82,28 @@ struct StoredVectors<NumberFormat::bf16> {
 #endif
 };
 
-template <>
-struct StoredVectors<NumberFormat::fp16> {
+// What vectors of numbers in plain order have in common: Derived loads one.
+template <typename Derived, typename Bits>
+struct PlainVectors {
     static constexpr bool interleaved = false;
+
+    static HWY_INLINE void loadPair(const Bits* from, Floats& first, Floats& second) {
+        first = Derived::load(from);
+        second = Derived::load(from + vector_lanes);
+    }
+
+#if HWY_CAP_GE512
+    static HWY_INLINE void loadHalves(const Bits* a, const Bits* b, Floats& first, Floats& second) {
+        constexpr int half = vector_lanes / 2;
+        first = Derived::loadHalf(a, b);
+        second = Derived::loadHalf(a + half, b + half);
+    }
+#endif
+};
+
+template <>
+struct StoredVectors<NumberFormat::fp16>
+    : PlainVectors<StoredVectors<NumberFormat::fp16>, std::uint16_t> {
     static constexpr float unit = 1.0F;
 
     static HWY_INLINE Floats load(const std::uint16_t* from) {
@@ -97,19 +116,7 @@ struct StoredVectors<NumberFormat::fp16> {
 #endif
     }
 
-    static HWY_INLINE void loadPair(const std::uint16_t* from, Floats& first, Floats& second) {
-        first = load(from);
-        second = load(from + vector_lanes);
-    }
-
 #if HWY_CAP_GE512
-    static HWY_INLINE void loadHalves(const std::uint16_t* a, const std::uint16_t* b, Floats& first,
-                                      Floats& second) {
-        constexpr int half = vector_lanes / 2;
-        first = loadHalf(a, b);
-        second = loadHalf(a + half, b + half);
-    }
-
     static HWY_INLINE Floats loadHalf(const std::uint16_t* a, const std::uint16_t* b) {
         const hn::Rebind<std::uint16_t, FloatTag> bits;
         const hn::Rebind<hwy::float16_t, FloatTag> narrow;
@@ -179,8 +186,8 @@ struct StoredVectors<NumberFormat::fp8_e4m3> {
 };
 
 template <>
-struct StoredVectors<NumberFormat::int8> {
-    static constexpr bool interleaved = false;
+struct StoredVectors<NumberFormat::int8>
+    : PlainVectors<StoredVectors<NumberFormat::int8>, std::int8_t> {
     static constexpr float unit = 1.0F;
 
     static HWY_INLINE Floats load(const std::int8_t* from) {
@@ -190,19 +197,7 @@ struct StoredVectors<NumberFormat::int8> {
         return hn::ConvertTo(tag, hn::PromoteTo(wide, hn::LoadU(narrow, from)));
     }
 
-    static HWY_INLINE void loadPair(const std::int8_t* from, Floats& first, Floats& second) {
-        first = load(from);
-        second = load(from + vector_lanes);
-    }
-
 #if HWY_CAP_GE512
-    static HWY_INLINE void loadHalves(const std::int8_t* a, const std::int8_t* b, Floats& first,
-                                      Floats& second) {
-        constexpr int half = vector_lanes / 2;
-        first = loadHalf(a, b);
-        second = loadHalf(a + half, b + half);
-    }
-
     static HWY_INLINE Floats loadHalf(const std::int8_t* a, const std::int8_t* b) {
         const hn::Rebind<std::int8_t, FloatTag> narrow;
         const hn::RebindToSigned<FloatTag> wide;

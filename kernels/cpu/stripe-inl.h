@@ -49,21 +49,11 @@ HWY_NOINLINE void fromVectorOrder(const float* HWY_RESTRICT from, int head_dim, 
         hn::StoreU(hn::Mul(hn::LoadU(tag, from + d), factors), tag, to + d);
 }
 
-// left = mergeOut(weights, left, right), element by element.
+// left = mergeOut(weights, left, right), element by element, in vectors as the compiler makes them.
 HWY_INLINE void mergeOuts(const MergeWeights& weights, float* HWY_RESTRICT left,
                           const float* HWY_RESTRICT right, int head_dim) {
-    if (weights.right == 0.0F) return;
-    if (weights.left == 0.0F) {
-        std::memcpy(left, right, static_cast<std::size_t>(head_dim) * sizeof(float));
-        return;
-    }
-    const FloatTag tag;
-    const Floats left_weight = hn::Set(tag, weights.left);
-    const Floats right_weight = hn::Set(tag, weights.right);
-    for (int d = 0; d < head_dim; d += vector_lanes)
-        hn::StoreU(hn::Add(hn::Mul(left_weight, hn::LoadU(tag, left + d)),
-                           hn::Mul(right_weight, hn::LoadU(tag, right + d))),
-                   tag, left + d);
+    for (int d = 0; d < head_dim; ++d)
+        left[d] = mergeOut(weights, left[d], right[d]);
 }
 
 // Query rows of the largest tile. More of them decode K and V less often, but were no faster: they
