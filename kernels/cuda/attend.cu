@@ -8,71 +8,78 @@
 namespace kvgrid::cuda {
 namespace {
 
-// What the workspace holds at most: enough units for many more multiprocessors than there are.
-constexpr std::int64_t most_slots = 4096;
 constexpr int least_stages = 2;
 
-static_assert(fold_warps * small_tree >= 1 << most_unit_bits && small_tree == warp_size &&
-              2 * small_tree / fold_warps == 4);
-// Numbers of the workspace are counted by an int.
-static_assert(most_slots * slotNumbers(2 * product_rows, 256) < std::int64_t{1} << 31);
+// Units that a warp of attend_fold_kernel folds at a time, each lane one number of a row.
+constexpr int units_at_once = 32;
+static_assert(2 * fold_warps * units_at_once == 1 << most_unit_bits && units_at_once == warp_size);
+// Where a team folds units of the largest tree, 2 a warp of the smallest are left.
+static_assert(2 * fold_warps <= 2 << small_tree_bits);
 
-// Units of which the lanes of a warp hold several numbers each; of more it is one number a lane.
-constexpr int few_units = 8;
-
-// Numbers of a row that a warp folds at a time.
-__device__ __forceinline__ int numbersAtOnce(int units) {
-    return units <= few_units ? FoldGroups(units).numbers() : warp_size;
-}
-
-// A row of a cut tree.
+// A row of a tree: where it lies in the workspace, in numbers.
 struct TreeRow {
-    const float* out;  // in the slot of the tree's first unit
-    const float* lse;
-    int stride;  // from one unit's slot to the next's, in numbers
+    const AttendLaunch& launch;
+    int out;  // of the tree's first unit
+    int lse;
+    int stride;  // from one unit to the next
     int units;
-    int head_dim;
-    float* to_out;
-    float* to_lse;
+    std::int64_t to;  // the state of the output
 
-    __device__ TreeRow(const AttendLaunch& launch, const Unit& tree, int row) {
+    __device__ TreeRow(const AttendLaunch& attend, const Unit& tree, int row) : launch(attend) {
         const AttendParams& params = launch.params;
-        head_dim = params.head_dim;
-        const auto numbers = static_cast<int>(slotNumbers(launch.tile_rows, head_dim));
-        const float* const slot =
-            static_cast<const float*>(params.workspace) + tree.workspace_slot * numbers;
-        out = slot + row * head_dim;
-        lse = slot + launch.tile_rows * head_dim + row;
+        const auto numbers = static_cast<int>(slotNumbers(launch.tile_rows, params.head_dim));
+        out = tree.workspace_slot * numbers + row * params.head_dim;
+        lse = tree.workspace_slot * numbers + launch.tile_rows * params.head_dim + row;
         stride = tree.slot_stride * numbers;
-        units = 1 << (tree.shape.round_bits - tree.round_bits);
-        const int group = params.query_heads / params.kv_heads;
-        const Unit::Query query = tree.query(row, group);
-        const std::int64_t to = query.row * params.query_heads + tree.kv_head * group + query.head;
-        to_out = params.out + to * head_dim;
-        to_lse = params.lse + to;
+        units = 1 << tree.cutBits();
+        to = outputRow(params, tree, row);
     }
 
-    // Of the whole row, the lane's numbers from `number` on.
+    [[nodiscard]] __device__ __forceinline__ bool has(int number) const {
+        return number < launch.params.head_dim;
+    }
+    // Of unit `unit`, the numbers from `number` on; the lse.
+    [[nodiscard]] __device__ __forceinline__ const float* outOf(int unit, int number) const {
+        return static_cast<const float*>(launch.params.workspace) + (out + unit * stride + number);
+    }
+    [[nodiscard]] __device__ __forceinline__ const float* lseOf(int unit) const {
+        return static_cast<const float*>(launch.params.workspace) + (lse + unit * stride);
+    }
+    // Of the output, the numbers from `number` on.
+    [[nodiscard]] __device__ __forceinline__ float* outputFrom(int number) const {
+        return launch.params.out + to * launch.params.head_dim + number;
+    }
+    __device__ __forceinline__ void storeLse(float of_row) const { launch.params.lse[to] = of_row; }
     __device__ __forceinline__ void store(const StatePart& state, int number) const {
-        state.storeOutput(to_out + number);
-        if (number == 0) *to_lse = state.lse;
+        state.storeOutput(outputFrom(number));
+        if (number == 0) storeLse(state.lse);
     }
 };
 
-// A row of up to 8 units, by a warp: the numbers from `first` on that it folds at a time.
-__device__ __forceinline__ void foldFewUnits(const TreeRow& row, int first) {
-    const FoldGroups groups(row.units);
-    const int number = first + groups.firstNumber();
-    const bool owns = number < row.head_dim;
-    StatePart state;
-    const int at = groups.state() * row.stride;
-    if (owns) state.load(row.out + at + number, row.lse + at);
-    foldGroups(groups, state, StatePart{});
-    if (owns && groups.isFirst()) row.store(state, number);
+// What a lane folds of up to 32 units, the first of which is number `unit` of the row.
+__device__ __forceinline__ FoldedNumber foldUnits(const TreeRow& row, int unit, int units,
+                                                  int number, bool owns, bool rehearses,
+                                                  float2* weights) {
+    const float* const out = row.outOf(unit, number);
+    const float* const lse = rehearses ? nullptr : row.lseOf(unit);
+    switch (units) {
+    case 32:
+        return foldNumbers<32>(out, owns, lse, row.stride, weights);
+    case 16:
+        return foldNumbers<16>(out, owns, lse, row.stride, weights);
+    case 8:
+        return foldNumbers<8>(out, owns, lse, row.stride, weights);
+    case 4:
+        return foldNumbers<4>(out, owns, lse, row.stride, weights);
+    default:
+        return foldNumbers<2>(out, owns, lse, row.stride, weights);
+    }
 }
 
-// A row of more, by a team of warps, each of which folds up to 32 of the units: 32 numbers of it.
-__device__ __forceinline__ void foldManyUnits(const TreeRow& row, int first, int team_warps) {
+// 32 numbers of a row, from `first` on, by a team of warps, each of which folds up to twice 32 of
+// the units. Reads and writes no global memory if it `rehearses`.
+__device__ __forceinline__ void foldRow(const TreeRow& row, int first, int team_warps,
+                                        bool rehearses) {
     __shared__ float2 weights[fold_warps][warp_size];
     __shared__ __align__(16) float exchange[fold_warps][warp_size];
     __shared__ float exchange_lse[fold_warps];
@@ -80,27 +87,20 @@ __device__ __forceinline__ void foldManyUnits(const TreeRow& row, int first, int
     const int lane = static_cast<int>(threadIdx.x) % warp_size;
     const int warp_of_team = warp % team_warps;
     const int number = first + lane;
-    const bool owns = number < row.head_dim;
-    const int units = row.units / team_warps;
-    const int at = warp_of_team * units * row.stride;
-    const float* const out = row.out + at + number;
-    FoldedNumber folded;
-    switch (units) {
-    case 32:
-        folded = foldNumbers<32>(out, owns, row.lse + at, row.stride, weights[warp]);
-        break;
-    case 16:
-        folded = foldNumbers<16>(out, owns, row.lse + at, row.stride, weights[warp]);
-        break;
-    case 8:
-        folded = foldNumbers<8>(out, owns, row.lse + at, row.stride, weights[warp]);
-        break;
-    default:
-        folded = foldNumbers<4>(out, owns, row.lse + at, row.stride, weights[warp]);
+    const bool owns = row.has(number) && !rehearses;
+    const int of_warp = row.units / team_warps;
+    const int at_once = min(of_warp, units_at_once);
+    FoldedNumber folded{0.0F, empty_lse};
+#pragma unroll 1
+    for (int i = 0; i < of_warp; i += at_once) {
+        const FoldedNumber next = foldUnits(row, warp_of_team * of_warp + i, at_once, number, owns,
+                                            rehearses, weights[warp]);
+        const MergeWeights merge = mergeWeights(folded.lse, next.lse);
+        folded = {mergeOut(merge, folded.out, next.out), merge.lse};
     }
     if (team_warps == 1) {
-        if (owns) row.to_out[number] = folded.lse == empty_lse ? 0.0F : folded.out;
-        if (number == 0) *row.to_lse = folded.lse;
+        if (owns) *row.outputFrom(number) = folded.lse == empty_lse ? 0.0F : folded.out;
+        if (owns && number == 0) row.storeLse(folded.lse);
         return;
     }
     const int team_threads = team_warps * warp_size;
@@ -117,51 +117,43 @@ __device__ __forceinline__ void foldManyUnits(const TreeRow& row, int first, int
         const int from = warp - warp_of_team + of_warps.state();
         if (is_part) state.load(exchange[from] + of_part, exchange_lse + from);
         foldGroups(of_warps, state, StatePart{});
-        if (is_part && first + of_part < row.head_dim && of_warps.isFirst())
+        if (is_part && row.has(first + of_part) && of_warps.isFirst() && !rehearses)
             row.store(state, first + of_part);
     }
     __syncwarp();
     syncThreads(barrier, team_threads);
 }
 
-// Folds the units of cut trees: those of many units first.
+// Folds the units of trees that are cut into many.
 __global__ void __launch_bounds__(fold_warps* warp_size, 2)
     attend_fold_kernel(const __grid_constant__ AttendLaunch launch) {
     // The launch behind this one waits for it alone, so all must wait for the one before.
     letNextLaunchStart();
     const int head_dim = launch.params.head_dim;
-    const int warp = static_cast<int>(threadIdx.x) / warp_size;
-    const auto block = static_cast<int>(blockIdx.x);
-    const auto grid = static_cast<int>(gridDim.x);
     const PlanHeader header = *launch.plan.header;
+    const int rows = header.trees * launch.tile_rows;
+    const int items = rows * ((head_dim + warp_size - 1) / warp_size);
+    const int team_warps = max(min(header.most_units / units_at_once, fold_warps), 1);
+    const int team = static_cast<int>(threadIdx.x) / warp_size / team_warps;
+    const auto grid = static_cast<int>(gridDim.x);
+    bool has_rehearsed = false;
+    for (int item = team * grid + static_cast<int>(blockIdx.x); item < items;
+         item += fold_warps / team_warps * grid) {
+        const Unit tree = loadUnit(launch.plan.trees + item % rows / launch.tile_rows);
+        if (item % launch.tile_rows >= tree.rows) continue;
+        const TreeRow row(launch, tree, item % launch.tile_rows);
+        // What the plan says is read before the units are there. So does the code come, which takes
+        // longer than it runs: it runs once without them.
 #pragma unroll 1
-    for (int kind = 0; kind < 2; ++kind) {
-        const bool large = kind == 0;
-        const int rows = (large ? header.large_trees : header.small_trees) * launch.tile_rows;
-        const int numbers = numbersAtOnce(large ? header.large_units : header.small_units);
-        const int items = rows * ((head_dim + numbers - 1) / numbers);
-        const int team_warps = large ? header.large_units / small_tree : 1;
-        const int team = warp / team_warps;
-        // Blocks of threads without a large tree come first to small ones.
-        const int begin = team * grid + (large ? block : grid - 1 - block);
-        for (int item = begin; item < items; item += fold_warps / team_warps * grid) {
-            const int index = item % rows / launch.tile_rows;
-            const Unit tree =
-                loadUnit(launch.plan.trees + (large ? index : most_trees - 1 - index));
-            if (item % launch.tile_rows >= tree.rows) continue;
-            const TreeRow row(launch, tree, item % launch.tile_rows);
-            const int first = item / rows * numbersAtOnce(row.units);
-            if (first >= head_dim) continue;
-            // What the plan says is read before.
-            waitForLaunchBefore();
-            if (row.units <= few_units)
-                foldFewUnits(row, first);
-            else
-                foldManyUnits(row, first, team_warps);
+        for (bool rehearses = !has_rehearsed; true; rehearses = false) {
+            if (!rehearses) waitForLaunchBefore();
+            foldRow(row, item / rows * warp_size, team_warps, rehearses);
+            if (!rehearses) break;
         }
+        has_rehearsed = true;
     }
+    // Who waits for this launch waits for the one before.
     waitForLaunchBefore();
-    if (block == 0 && threadIdx.x == 0) launch.plan.header->taken = 0;
 }
 
 // Shared memory of a block of threads, and of a multiprocessor.
@@ -254,9 +246,9 @@ AttendLaunch launchOf(const AttendParams& params, const AttendKernel& kernel,
     launch.tile_rows = kernel.tile_rows;
     launch.stages = stagesFor(kernel, {device.sharedBytes(), device.sharedBytesOfMultiprocessor()});
     const std::int64_t room = static_cast<std::int64_t>(params.workspace_bytes / sizeof(float));
-    // A tree of one round is not cut. One that begins behind the first stripe has all lanes.
-    const std::int64_t uncut = params.window == 0 ? attend_warps * stripe_tokens : stripe_tokens;
-    launch.folds = params.max_position >= uncut;
+    // A tree has at most one round for each 1,024 positions, rounded up to a power of two.
+    constexpr std::int64_t round_tokens = attend_warps * stripe_tokens;
+    launch.folds = params.max_position >= round_tokens << small_tree_bits;
     launch.slots = std::min(most_slots, room / slotNumbers(kernel.tile_rows, params.head_dim));
     return launch;
 }

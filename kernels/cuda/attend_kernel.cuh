@@ -4,12 +4,14 @@
 // for 8 query rows (attend_leaf.cuh); four leaves come at a time. Other warps keep tiles of K and V
 // coming into rings of shared memory (attend_fetch.cuh), also across leaves and units, so that
 // memory never waits for arithmetic. Above 8 query heads a KV head two warps compute a leaf, 8 rows
-// each. Four sibling leaves fold in shared memory; their unit's tree folds in registers.
+// each. Four sibling leaves fold in shared memory; their unit's tree folds in registers, and trees
+// that are cut as attend_schedule.cuh says.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include "kernels/cuda/attend_fetch.cuh"
+#include "kernels/cuda/attend_fold.cuh"
 #include "kernels/cuda/attend_launch.h"
 #include "kernels/cuda/attend_leaf.cuh"
 
@@ -97,33 +99,40 @@ __device__ __forceinline__ void foldRound(const float* exchange, const RoundWeig
                          mergeOut(weights.high, from[2 * leaf + 16 * i], from[3 * leaf + 16 * i]));
 }
 
-// To the output when the unit is its tree, else to its slot of the workspace.
+// To the output when the unit is its tree, else to its slot of the workspace, where it may be
+// folded with others.
 template <int head_dim>
 __device__ __forceinline__ void storeUnit(const AttendLaunch& launch, const Unit& unit,
                                           const RowPart<head_dim>& state) {
+    constexpr int warp_rows = warp_size / 16;
     const AttendParams& params = launch.params;
+    const int warp = static_cast<int>(threadIdx.x) / warp_size;
+    const int rows = min(unit.rows - warp * warp_rows, warp_rows);
+    if (rows <= 0) return;
+    const int cut_bits = unit.cutBits();
     const int row = static_cast<int>(threadIdx.x) / 16;
     const int element = static_cast<int>(threadIdx.x) % 16;
-    float* out;
-    float* lse;
-    if (unit.whole != 0) {
-        if (row >= unit.rows) return;
-        const int group = params.query_heads / params.kv_heads;
-        const Unit::Query query = unit.query(row, group);
-        const std::int64_t to = query.row * params.query_heads + unit.kv_head * group + query.head;
-        out = params.out + to * head_dim;
-        lse = params.lse + to;
-    } else {
-        float* const slot = static_cast<float*>(params.workspace) +
-                            unit.workspace_slot * slotNumbers(launch.tile_rows, head_dim);
-        out = slot + row * head_dim;
-        lse = slot + launch.tile_rows * head_dim + row;
-    }
-    const bool empty = state.lse == empty_lse;
+    if (row < unit.rows) {
+        float* out;
+        float* lse;
+        if (cut_bits == 0) {
+            const std::int64_t to = outputRow(params, unit, row);
+            out = params.out + to * head_dim;
+            lse = params.lse + to;
+        } else {
+            float* const slot = static_cast<float*>(params.workspace) +
+                                unit.workspace_slot * slotNumbers(launch.tile_rows, head_dim);
+            out = slot + row * head_dim;
+            lse = slot + launch.tile_rows * head_dim + row;
+        }
+        const bool empty = state.lse == empty_lse;
 #pragma unroll
-    for (int i = 0; i < head_dim / 16; ++i)
-        out[16 * i + element] = empty ? 0.0F : state.out[i];
-    if (element == 0) *lse = state.lse;
+        for (int i = 0; i < head_dim / 16; ++i)
+            out[16 * i + element] = empty ? 0.0F : state.out[i];
+        if (element == 0) *lse = state.lse;
+    }
+    if (cut_bits > 0 && cut_bits <= small_tree_bits)
+        foldTree<head_dim>(launch, unit, warp, warp * warp_rows, rows);
 }
 
 // What a block of threads shares.

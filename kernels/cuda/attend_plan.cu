@@ -14,13 +14,17 @@ namespace {
 
 constexpr int threads = 1024;
 constexpr int warps = threads / warp_size;
-constexpr std::int64_t most_cut_units = 4096;
 constexpr std::int64_t header_bytes = 64;
+constexpr std::int64_t counter_bytes =
+    most_slots * most_computing_warps * static_cast<std::int64_t>(sizeof(std::uint32_t));
 constexpr int sizes = 65;  // of units, to sort by: 0 to 64 parts of the largest
 
-// Units, cut trees and slots of the runs before one.
+// What comes before a run, and how it is cut.
 struct RunBegin {
-    std::int64_t units, slots, trees;
+    std::int64_t units;      // of the runs before
+    std::int64_t slots;      // of the runs before
+    std::int64_t trees;      // of the runs before, that attend_fold_kernel folds
+    std::int64_t unit_bits;  // log2 of the rounds of a unit
 };
 
 template <typename T>
@@ -66,36 +70,38 @@ __device__ std::int64_t sumBefore(std::int64_t value, std::int64_t& total) {
     return before + upTo - value;
 }
 
-// log2 of the rounds of a unit in this step: so many units that blocks of threads which take them
-// as they can end together, and so that those of cut trees fit the slots.
-__device__ int stepBits(const AttendLaunch& launch) {
-    const AttendParams& params = launch.params;
-    std::int64_t rounds = 0;
-    for (std::int64_t i = threadIdx.x; i < params.run_count; i += threads) {
-        const RunShape shape = shapeOf(params.runs[i], params, launch.tile_rows);
-        rounds += shape.trees(params.kv_heads) << shape.round_bits;
-    }
-    rounds = blockSum(rounds);
-    constexpr int units_a_block = 2;
-    int bits = 0;
-    while (rounds >> (bits + 1) >= std::int64_t{units_a_block} * launch.blocks)
-        ++bits;
-    while (bits < most_round_bits && rounds >> bits > launch.slots)
-        ++bits;
-    return bits;
+// Rounds of a run that have something to do, about.
+__device__ __forceinline__ std::int64_t workOf(const Run& run, const RunShape& shape,
+                                               const AttendParams& params) {
+    if (run.rows == 0) return 0;
+    const std::int64_t stripes =
+        (run.first_position + run.rows - 1) / stripe_tokens + 1 - shape.first_stripe;
+    const std::int64_t of_round = std::int64_t{attend_warps} * params.context_ranks;
+    return (stripes + of_round - 1) / of_round * shape.trees(params.kv_heads);
+}
+
+// log2 of the rounds of a unit of a run, where `left` rounds are left for it and the runs behind
+// it: up to twice a block of threads' share of them. As who is done takes the next unit, units may
+// be large while much is left, and become smaller towards the end, so that all end together.
+__device__ __forceinline__ int unitBits(const RunShape& shape, std::int64_t left, int blocks,
+                                        int least_bits) {
+    const std::int64_t rounds = 2 * left / blocks;
+    const int wanted = rounds < 2 ? 0 : 63 - __clzll(rounds);
+    const int bits = max(max(wanted, least_bits), shape.round_bits - most_unit_bits);
+    return min(bits, shape.round_bits);
 }
 
 // A unit of a run, or (unit_of_tree 0 of) a tree. Tiles vary fastest, so that blocks of threads
 // that run together read the same K and V; then the units of a tree, then KV heads.
-__device__ Unit unitOf(const AttendLaunch& launch, const Run& run, int step_bits, bool is_tree,
-                       std::int64_t index, std::int64_t slots_before) {
+__device__ Unit unitOf(const AttendLaunch& launch, const Run& run, const RunBegin& begin,
+                       bool is_tree, std::int64_t index) {
     const AttendParams& params = launch.params;
     const int group = params.query_heads / params.kv_heads;
     const int tile_rows = launch.tile_rows;
     Unit unit;
     unit.shape = shapeOf(run, params, tile_rows);
-    unit.round_bits = unitBits(unit.shape, step_bits);
-    const int cut_bits = unit.shape.round_bits - unit.round_bits;
+    unit.round_bits = static_cast<int>(begin.unit_bits);
+    const int cut_bits = unit.cutBits();
     const std::int64_t tiles = unit.shape.tiles;
     const std::int64_t head_and_unit = index / tiles;
     const std::int64_t tile = index - head_and_unit * tiles;
@@ -103,8 +109,8 @@ __device__ Unit unitOf(const AttendLaunch& launch, const Run& run, int step_bits
         is_tree ? 0 : head_and_unit & ((std::int64_t{1} << cut_bits) - 1);
     unit.kv_head = static_cast<int>(is_tree ? head_and_unit : head_and_unit >> cut_bits);
     unit.slot = run.slot;
-    unit.whole = cut_bits == 0 ? 1 : 0;
-    unit.unused = 0;
+    unit.unused[0] = 0;
+    unit.unused[1] = 0;
     unit.first_round = unit_of_tree << unit.round_bits;
     unit.first_position = run.first_position;
     unit.first_row = run.first_row;
@@ -116,7 +122,7 @@ __device__ Unit unitOf(const AttendLaunch& launch, const Run& run, int step_bits
     // Of a whole tree they mean nothing.
     unit.slot_stride = static_cast<std::int32_t>(tiles);
     unit.workspace_slot = static_cast<std::int32_t>(
-        slots_before +
+        begin.slots +
         ((static_cast<std::int64_t>(unit.kv_head) << cut_bits) + unit_of_tree) * tiles + tile);
     return unit;
 }
@@ -150,59 +156,75 @@ __device__ int sizeOf(const Unit& unit, int largest_bits, int context_ranks) {
                             largest_bits);
 }
 
+// Called by all threads: writes begins, and returns what comes before the end. Units have
+// 2^least_bits rounds at least.
+__device__ RunBegin cutRuns(const AttendLaunch& launch, std::int64_t work, int least_bits,
+                            RunBegin* begins, int& largest_bits) {
+    const AttendParams& params = launch.params;
+    RunBegin before{0, 0, 0, 0};
+    std::int64_t work_before = 0;
+    for (std::int64_t first = 0; first < params.run_count; first += threads) {
+        const std::int64_t i = first + threadIdx.x;
+        RunShape shape{};
+        std::int64_t mine_work = 0;
+        if (i < params.run_count) {
+            shape = shapeOf(params.runs[i], params, launch.tile_rows);
+            mine_work = workOf(params.runs[i], shape, params);
+        }
+        std::int64_t sum;
+        const std::int64_t left = work - work_before - sumBefore(mine_work, sum) - mine_work / 2;
+        work_before += sum;
+        RunBegin mine{0, 0, 0, unitBits(shape, left, launch.blocks, least_bits)};
+        const std::int64_t trees = shape.trees(params.kv_heads);
+        const auto cut_bits = static_cast<int>(shape.round_bits - mine.unit_bits);
+        mine.units = trees << cut_bits;
+        mine.slots = cut_bits > 0 ? mine.units : 0;
+        mine.trees = cut_bits > small_tree_bits ? trees : 0;
+        if (mine.units > 0) atomicMax(&largest_bits, static_cast<int>(mine.unit_bits));
+        RunBegin sums;
+        const RunBegin here{before.units + sumBefore(mine.units, sums.units),
+                            before.slots + sumBefore(mine.slots, sums.slots),
+                            before.trees + sumBefore(mine.trees, sums.trees), mine.unit_bits};
+        if (i < params.run_count) begins[i] = here;
+        before = {before.units + sums.units, before.slots + sums.slots, before.trees + sums.trees,
+                  0};
+    }
+    return before;
+}
+
 __global__ void __launch_bounds__(threads)
     attend_plan_kernel(const __grid_constant__ AttendLaunch launch, RunBegin* begins,
                        std::uint8_t* unit_sizes) {
     __shared__ int places[sizes];  // how many units of each size, then where the next one goes
     __shared__ int largest_bits;
-    __shared__ int large_trees;
-    __shared__ int small_trees;
-    __shared__ int large_units;
-    __shared__ int small_units;
+    __shared__ int most_units;
     const AttendParams& params = launch.params;
     const auto thread = static_cast<int>(threadIdx.x);
     if (thread < sizes) places[thread] = 0;
-    if (thread == 0) {
-        largest_bits = 0;
-        large_trees = 0;
-        small_trees = 0;
-        large_units = small_tree;
-        small_units = 1;
-    }
-    const int step_bits = stepBits(launch);  // synchronises
+    if (thread == 0) most_units = 0;
 
-    RunBegin before{0, 0, 0};
-    for (std::int64_t first = 0; first < params.run_count; first += threads) {
-        const std::int64_t i = first + thread;
-        RunBegin mine{0, 0, 0};
-        if (i < params.run_count) {
-            const RunShape shape = shapeOf(params.runs[i], params, launch.tile_rows);
-            const int bits = unitBits(shape, step_bits);
-            const int cut_bits = shape.round_bits - bits;
-            const std::int64_t trees = shape.trees(params.kv_heads);
-            mine.units = trees << cut_bits;
-            mine.slots = cut_bits == 0 ? 0 : mine.units;
-            mine.trees = cut_bits == 0 ? 0 : trees;
-            if (mine.units > 0) atomicMax(&largest_bits, bits);
-        }
-        RunBegin total;
-        const RunBegin here{before.units + sumBefore(mine.units, total.units),
-                            before.slots + sumBefore(mine.slots, total.slots),
-                            before.trees + sumBefore(mine.trees, total.trees)};
-        if (i < params.run_count) begins[i] = here;
-        before = {before.units + total.units, before.slots + total.slots,
-                  before.trees + total.trees};
+    std::int64_t work = 0;
+    for (std::int64_t i = thread; i < params.run_count; i += threads)
+        work += workOf(params.runs[i], shapeOf(params.runs[i], params, launch.tile_rows), params);
+    work = blockSum(work);
+    // As fine as the slots allow.
+    RunBegin end{};
+    for (int least_bits = 0; least_bits <= most_round_bits; ++least_bits) {
+        if (thread == 0) largest_bits = 0;
+        __syncthreads();
+        end = cutRuns(launch, work, least_bits, begins, largest_bits);
+        __syncthreads();
+        if (end.slots <= launch.slots) break;
     }
-    __syncthreads();
     // attendPlanBytes makes room for all that can be. Were it wrong, the device had better fail.
-    if (before.units > launch.plan.unit_capacity || before.trees > most_trees) __trap();
-    const auto units = static_cast<int>(before.units);
-    const auto trees = static_cast<int>(before.trees);
+    if (end.units > launch.plan.unit_capacity || end.slots > launch.slots || end.trees > most_trees)
+        __trap();
+    const auto units = static_cast<int>(end.units);
+    const auto trees = static_cast<int>(end.trees);
     const auto unitAt = [&](int item) {
         const std::int64_t run = runOf(begins, params.run_count, item,
                                        [](const RunBegin& begin) { return begin.units; });
-        return unitOf(launch, params.runs[run], step_bits, false, item - begins[run].units,
-                      begins[run].slots);
+        return unitOf(launch, params.runs[run], begins[run], false, item - begins[run].units);
     };
     for (int item = thread; item < units; item += threads) {
         const int size = min(sizeOf(unitAt(item), largest_bits, params.context_ranks), sizes - 1);
@@ -224,20 +246,15 @@ __global__ void __launch_bounds__(threads)
     for (int item = thread; item < trees; item += threads) {
         const std::int64_t run = runOf(begins, params.run_count, item,
                                        [](const RunBegin& begin) { return begin.trees; });
-        const Unit tree = unitOf(launch, params.runs[run], step_bits, true,
-                                 item - begins[run].trees, begins[run].slots);
-        const int tree_units = 1 << (tree.shape.round_bits - tree.round_bits);
-        if (tree_units > small_tree) {
-            launch.plan.trees[atomicAdd(&large_trees, 1)] = tree;
-            atomicMax(&large_units, tree_units);
-        } else {
-            launch.plan.trees[most_trees - 1 - atomicAdd(&small_trees, 1)] = tree;
-            atomicMax(&small_units, tree_units);
-        }
+        const Unit tree =
+            unitOf(launch, params.runs[run], begins[run], true, item - begins[run].trees);
+        launch.plan.trees[item] = tree;
+        atomicMax(&most_units, 1 << tree.cutBits());
     }
+    for (std::int64_t i = thread; i < end.slots * most_computing_warps; i += threads)
+        launch.plan.counters[i] = 0;
     __syncthreads();
-    if (thread == 0)
-        *launch.plan.header = {units, 0, large_trees, small_trees, large_units, small_units};
+    if (thread == 0) *launch.plan.header = {units, 0, trees, most_units};
 }
 
 // A launch that overlaps the one before it reads the plan at once: so that one is this, which waits
@@ -246,7 +263,8 @@ __global__ void attend_planned_kernel() {}
 
 // Behind the units: their sizes, then the runs' beginnings.
 std::size_t bytesOf(std::int64_t units, std::int64_t runs) {
-    const std::int64_t fixed = header_bytes + most_trees * static_cast<std::int64_t>(sizeof(Unit));
+    constexpr std::int64_t fixed =
+        header_bytes + counter_bytes + most_trees * static_cast<std::int64_t>(sizeof(Unit));
     const std::int64_t sizes_bytes = (units + 15) / 16 * 16;
     return static_cast<std::size_t>(fixed + units * static_cast<std::int64_t>(sizeof(Unit)) +
                                     sizes_bytes +
@@ -258,14 +276,15 @@ std::size_t bytesOf(std::int64_t units, std::int64_t runs) {
 std::size_t attendPlanBytes(std::int64_t rows, std::int64_t runs, int query_heads) {
     // Whole trees: a tile of each KV head for 8 query rows, and one more a run.
     const std::int64_t tiles = rows * query_heads / product_rows + runs * query_heads;
-    return bytesOf(tiles + most_cut_units, runs);
+    return bytesOf(tiles + most_slots, runs);
 }
 
 PlanView planView(void* plan, std::size_t bytes) {
     auto* const data = static_cast<std::byte*>(plan);
     PlanView view;
     view.header = reinterpret_cast<PlanHeader*>(data);
-    view.trees = reinterpret_cast<Unit*>(data + header_bytes);
+    view.counters = reinterpret_cast<std::uint32_t*>(data + header_bytes);
+    view.trees = reinterpret_cast<Unit*>(data + header_bytes + counter_bytes);
     view.units = view.trees + most_trees;
     const std::size_t fixed = bytesOf(0, 0);
     view.unit_capacity =

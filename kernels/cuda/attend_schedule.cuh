@@ -15,7 +15,8 @@
 //   unit    an aligned subtree of 2^k rounds of a tree, which a block of threads folds on chip
 //
 // A tree of one unit goes straight to the output; units of larger ones go to slots of the
-// workspace, which attend_fold_kernel folds. How large a unit is changes no bit.
+// workspace. Up to 16 of them are folded by who stores the last (attend_fold.cuh), more by
+// attend_fold_kernel. How large a unit is changes no bit.
 #pragma once
 
 #include <cstdint>
@@ -31,18 +32,24 @@ namespace kvgrid::cuda {
 inline constexpr int attend_warps = 4;
 inline constexpr int product_rows = 8;  // query rows of a matrix product
 inline constexpr int queue_slots = 3;
-inline constexpr int most_stages = 8;       // of a ring
-inline constexpr int most_round_bits = 24;  // of a unit
-inline constexpr int most_unit_bits = 9;    // of a tree
-inline constexpr int small_tree = 32;       // units that one warp folds
-inline constexpr int fold_warps = 16;       // of a block of threads: more fold larger trees
-// Cut trees: each has two units at least, and the units of cut trees fit the slots.
-inline constexpr std::int64_t most_trees = 2048;
+inline constexpr int most_stages = 8;           // of a ring
+inline constexpr int most_round_bits = 24;      // of a unit
+inline constexpr int most_unit_bits = 10;       // of a tree
+inline constexpr int small_tree_bits = 4;       // of the units of a tree that attend_kernel folds
+inline constexpr int fold_warps = 16;           // of a block of threads of attend_fold_kernel
+inline constexpr int most_computing_warps = 8;  // of a block of threads of attend_kernel
+// What the workspace holds at most: enough units for many more multiprocessors than there are.
+inline constexpr std::int64_t most_slots = 4096;
+// Trees that attend_fold_kernel folds.
+inline constexpr std::int64_t most_trees = most_slots >> (small_tree_bits + 1);
 
 // Numbers of a slot: out of a tile's states, then their lse.
 __host__ __device__ constexpr std::int64_t slotNumbers(int tile_rows, int head_dim) {
     return std::int64_t{tile_rows} * (head_dim + 1);
 }
+
+// Numbers of the workspace are counted by an int.
+static_assert(most_slots * slotNumbers(2 * product_rows, 256) < std::int64_t{1} << 31);
 
 // One run, as it is cut.
 struct RunShape {
@@ -89,13 +96,6 @@ __device__ __forceinline__ RunShape shapeOf(const Run& run, const AttendParams& 
     return shape;
 }
 
-// log2 of the rounds of a unit of this run, given the step's.
-__device__ __forceinline__ int unitBits(const RunShape& shape, int step_bits) {
-    if (shape.round_bits <= step_bits) return shape.round_bits;
-    const int least = shape.round_bits - most_unit_bits;
-    return step_bits > least ? step_bits : least;
-}
-
 // A unit of attend_kernel, or a tree of attend_fold_kernel.
 struct alignas(16) Unit {
     RunShape shape;
@@ -111,8 +111,12 @@ struct alignas(16) Unit {
     std::int32_t round_bits;      // of the unit
     std::int32_t workspace_slot;  // of the unit, or of the tree's first
     std::int32_t slot_stride;     // from one unit of the tree to the next
-    std::int32_t whole;           // 1: the unit is its tree
-    std::int32_t unused;
+    std::int32_t unused[2];
+
+    // log2 of the units of its tree.
+    [[nodiscard]] __device__ __forceinline__ int cutBits() const {
+        return shape.round_bits - round_bits;
+    }
 
     // Whether some row of the tile sees something of a stripe.
     [[nodiscard]] __device__ __forceinline__ bool sees(std::int64_t stripe) const {
@@ -159,22 +163,30 @@ struct alignas(16) Unit {
 // It is copied in words of 16 bytes: of padding some would be bytes that nobody wrote.
 static_assert(std::has_unique_object_representations_v<Unit>);
 
+// Which state of the output is that of a row of the unit's tile.
+__device__ __forceinline__ std::int64_t outputRow(const AttendParams& params, const Unit& unit,
+                                                  int row_of_tile) {
+    const int group = params.query_heads / params.kv_heads;
+    const Unit::Query query = unit.query(row_of_tile, group);
+    return query.row * params.query_heads + unit.kv_head * group + query.head;
+}
+
 // What attend_plan_kernel writes.
 struct PlanHeader {
     std::int32_t units = 0;
-    std::int32_t taken = 0;  // of them, by this launch of attend_kernel, beside one a block
-    // That are cut, into more units than one warp folds, and into fewer; the most units of each
-    // kind.
-    std::int32_t large_trees = 0;
-    std::int32_t small_trees = 0;
-    std::int32_t large_units = small_tree;
-    std::int32_t small_units = 1;
+    // Of them, by this launch of attend_kernel, beside one a block; 0 between launches.
+    std::int32_t taken = 0;
+    std::int32_t trees = 0;       // that attend_fold_kernel folds
+    std::int32_t most_units = 0;  // of one of those
 };
 
 // A plan in device memory.
 struct PlanView {
     PlanHeader* header = nullptr;
-    Unit* trees = nullptr;  // [most_trees]: the large ones, and from the end on the small ones
+    // Units of a small tree that wait in the workspace, by the slot of its first and the warp that
+    // has the rows: [most_slots][most_computing_warps]; 0 between launches.
+    std::uint32_t* counters = nullptr;
+    Unit* trees = nullptr;  // [most_trees]
     Unit* units = nullptr;  // the most work first
     std::int64_t unit_capacity = 0;
 };
@@ -202,33 +214,31 @@ struct AttendLaunch {
 };
 
 // Which unit a block of threads does next, by the largest first. Multiprocessors read at different
-// speeds, so who is done takes the next; where nothing folds behind the launch, and could set the
-// count back, units are dealt out back and forth.
+// speeds, so who is done takes the next.
 class UnitDeal {
 public:
     __device__ explicit UnitDeal(const AttendLaunch& launch) : launch_(launch) {}
 
-    // The next unit; null after the last. By one thread.
+    // The next unit; null after the last, behind which it is not called again. By one thread.
     __device__ __forceinline__ const Unit* next() {
-        const auto grid = static_cast<int>(gridDim.x);
-        const auto block = static_cast<int>(blockIdx.x);
-        int index;
-        if (round_ == 0) {
-            index = block;
-        } else if (launch_.folds) {
-            // The fold of the launch before sets it back.
+        PlanHeader& header = *launch_.plan.header;
+        const int units = header.units;
+        int index = static_cast<int>(blockIdx.x);
+        if (!is_first_) {
+            // The launch before takes from the same counter.
             waitForLaunchBefore();
-            index = grid + atomicAdd(&launch_.plan.header->taken, 1);
-        } else {
-            index = round_ * grid + ((round_ & 1) == 0 ? block : grid - 1 - block);
+            const int taken = atomicAdd(&header.taken, 1);
+            // Every block of threads that had one comes here until there is no more: the last.
+            if (taken == units - 1) header.taken = 0;
+            index = static_cast<int>(gridDim.x) + taken;
         }
-        ++round_;
-        return index < launch_.plan.header->units ? launch_.plan.units + index : nullptr;
+        is_first_ = false;
+        return index < units ? launch_.plan.units + index : nullptr;
     }
 
 private:
     const AttendLaunch& launch_;
-    int round_ = 0;
+    bool is_first_ = true;
 };
 
 }  // namespace kvgrid::cuda

@@ -92,8 +92,8 @@ struct FoldedNumber {
 };
 
 // Called by all lanes: each folds one number of `count` states, which lie `stride` numbers apart;
-// `out` points to the lane's number of the first state. `weights` is shared memory of the warp,
-// [count].
+// `out` points to the lane's number of the first state, read if the lane `owns` it. `weights` is
+// shared memory of the warp, [count]. Without lse it reads nothing.
 template <int count>
 __device__ __forceinline__ FoldedNumber foldNumbers(const float* out, bool owns, const float* lse,
                                                     int stride, float2* weights) {
@@ -101,9 +101,11 @@ __device__ __forceinline__ FoldedNumber foldNumbers(const float* out, bool owns,
     const int lane = static_cast<int>(threadIdx.x) % warp_size;
     float numbers[count];
 #pragma unroll
-    for (int i = 0; i < count; ++i)
-        numbers[i] = owns ? out[i * stride] : 0.0F;
-    float folded_lse = lane < count ? lse[lane * stride] : empty_lse;
+    for (int i = 0; i < count; ++i) {
+        numbers[i] = owns ? *out : 0.0F;
+        out += stride;
+    }
+    float folded_lse = lane < count ? (lse != nullptr ? lse[lane * stride] : 0.0F) : empty_lse;
     // Of a level's merges behind those of the level below, one a lane.
     float2* to = weights + lane;
     __syncwarp();

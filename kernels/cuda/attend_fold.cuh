@@ -1,0 +1,190 @@
+// The fold of trees that are cut into few units, inside attend_kernel. The units' states wait in
+// the workspace; whichever warp stores the last of a tree folds it, for the query rows that it has.
+// So nobody waits, and most of it is done while memory serves others.
+#pragma once
+
+#include "kernels/cuda/attend_schedule.cuh"
+#include "kernels/cuda/ptx.cuh"
+
+namespace kvgrid::cuda {
+
+inline constexpr int group_states = 1 << small_tree_bits;
+static_assert(2 * group_states == warp_size);
+
+// The weights of all merges of 16 states, in order of the aligned binary tree, for two query rows:
+// the first 16 lanes have those of one, the last 16 of the other. Merges of neighbours lie in lanes
+// 0 to 7, of pairs in 8 to 11, then 12 and 13, 14.
+struct GroupWeights {
+    float left = 1.0F;
+    float right = 0.0F;
+    float lse = empty_lse;  // of what was merged
+
+    static __device__ constexpr int firstLane(int merges) { return group_states - 2 * merges; }
+
+    // Called by all lanes, with the lse of one state each.
+    __device__ __forceinline__ explicit GroupWeights(float state_lse) {
+        const int lane = static_cast<int>(threadIdx.x) % warp_size;
+        const int half = lane & group_states;
+        float below = state_lse;
+        int first_below = 0;
+        // A loop, as it runs seldom: straight code takes longer to come than to run.
+#pragma unroll 1
+        for (int merges = group_states / 2; merges > 0; merges /= 2) {
+            const int merge = lane - half - firstLane(merges);
+            const int from = half + (first_below + 2 * merge) % group_states;
+            const MergeWeights weights = mergeWeights(__shfl_sync(all_lanes, below, from),
+                                                      __shfl_sync(all_lanes, below, from + 1));
+            if (merge >= 0 && merge < merges) {
+                left = weights.left;
+                right = weights.right;
+                lse = weights.lse;
+            }
+            below = lse;
+            first_below = firstLane(merges);
+        }
+    }
+
+    // Called by all lanes.
+    [[nodiscard]] __device__ __forceinline__ MergeWeights of(int row, int merges, int merge) const {
+        const int lane = row * group_states + firstLane(merges) + merge;
+        return {__shfl_sync(all_lanes, left, lane), __shfl_sync(all_lanes, right, lane), 0.0F};
+    }
+    [[nodiscard]] __device__ __forceinline__ float total(int row) const {
+        return __shfl_sync(all_lanes, lse, row * group_states + firstLane(1));
+    }
+};
+
+// A group's states of one or two neighbouring query rows, in the workspace: of the first state they
+// are the numbers from `out` and from `lse` on, of the next `stride` numbers behind.
+template <int head_dim>
+struct Group {
+    static constexpr int lane_numbers = 4;
+    static constexpr int part_numbers = lane_numbers * warp_size;  // of a row, at a time
+    static constexpr int parts = (head_dim + part_numbers - 1) / part_numbers;
+    static constexpr int batch_states = 8;  // at a time: more would not fit the registers
+
+    const float* workspace;
+    int out;
+    int lse;
+    int stride;
+    int states;
+    int rows;
+
+    // Called by all lanes. store(row, number, numbers, lse) gets what they fold to, 4 numbers of a
+    // row a lane.
+    template <typename Store>
+    __device__ __forceinline__ void fold(const Store& store) const {
+        const int lane = static_cast<int>(threadIdx.x) % warp_size;
+        const int row_of_lane = lane / group_states;
+        const int state_of_lane = lane % group_states;
+        const int batches = states > batch_states ? 2 : 1;
+        float4 numbers[batch_states];
+        float4 low_half;
+        load(0, 0, numbers);
+        const GroupWeights weights(
+            state_of_lane < states && row_of_lane < rows
+                ? __ldcg(workspace + lse + state_of_lane * stride + row_of_lane)
+                : empty_lse);
+        int item = 0;
+        int batch = 0;
+        while (true) {
+            const int row = item / parts;
+#pragma unroll
+            for (int distance = 1; distance < batch_states; distance *= 2)
+#pragma unroll
+                for (int i = 0; i < batch_states; i += 2 * distance)
+                    mergeFour(weights.of(row, group_states / (2 * distance),
+                                         (batch * batch_states + i) / (2 * distance)),
+                              numbers[i], numbers[i + distance]);
+            if (++batch < batches) {
+                low_half = numbers[0];
+            } else {
+                if (batches > 1) {
+                    mergeFour(weights.of(row, 1, 0), low_half, numbers[0]);
+                    numbers[0] = low_half;
+                }
+                const float total = weights.total(row);
+                if (numberOf(item) < head_dim) store(row, numberOf(item), numbers[0], total);
+                if (++item == rows * parts) return;
+                batch = 0;
+            }
+            load(item, batch, numbers);
+        }
+    }
+
+private:
+    static __device__ __forceinline__ void mergeFour(const MergeWeights& weights, float4& left,
+                                                     const float4& right) {
+        left.x = mergeOut(weights, left.x, right.x);
+        left.y = mergeOut(weights, left.y, right.y);
+        left.z = mergeOut(weights, left.z, right.z);
+        left.w = mergeOut(weights, left.w, right.w);
+    }
+
+    // The lane's first number of a part of a row.
+    static __device__ __forceinline__ int numberOf(int item) {
+        return item % parts * part_numbers +
+               static_cast<int>(threadIdx.x) % warp_size * lane_numbers;
+    }
+
+    __device__ __forceinline__ void load(int item, int batch,
+                                         float4 (&numbers)[batch_states]) const {
+        const int first = batch * batch_states;
+        const int from = out + item / parts * head_dim + numberOf(item) + first * stride;
+        const bool owns = numberOf(item) < head_dim;
+#pragma unroll
+        for (int i = 0; i < batch_states; ++i)
+            numbers[i] =
+                owns && first + i < states
+                    ? __ldcg(reinterpret_cast<const float4*>(workspace + (from + i * stride)))
+                    : make_float4(0.0F, 0.0F, 0.0F, 0.0F);
+    }
+};
+
+// Called by all lanes of a warp when all of it has stored. Whether all `members` of a group have,
+// whose states then may be read.
+__device__ __forceinline__ bool isLast(std::uint32_t* counter, std::uint32_t members) {
+    __syncwarp();
+    std::uint32_t before = 0;
+    if (threadIdx.x % warp_size == 0) {
+        __threadfence();
+        before = atomicAdd(counter, 1U);
+        if (before + 1 == members) *counter = 0;  // for the next launch
+        __threadfence();
+    }
+    return __shfl_sync(all_lanes, before, 0) + 1 == members;
+}
+
+// Called by all lanes of a warp that has stored its query rows of a unit, `rows` of them from
+// first_row of the tile on, to the unit's slot: folds the tree if these were the last. Rows are
+// always the same warp's, `warp` of its block of threads.
+template <int head_dim>
+__device__ __forceinline__ void foldTree(const AttendLaunch& launch, const Unit& unit, int warp,
+                                         int first_row, int rows) {
+    const AttendParams& params = launch.params;
+    auto* const workspace = static_cast<float*>(params.workspace);
+    const auto numbers = static_cast<int>(slotNumbers(launch.tile_rows, head_dim));
+    const auto unit_of_tree = static_cast<int>(unit.first_round >> unit.round_bits);
+    const int first = unit.workspace_slot - unit_of_tree * unit.slot_stride;
+    const int units = 1 << unit.cutBits();
+    if (!isLast(launch.plan.counters + (first * most_computing_warps + warp),
+                static_cast<std::uint32_t>(units)))
+        return;
+#pragma unroll 1
+    for (int pair = first_row; pair < first_row + rows; pair += 2) {
+        const Group<head_dim> group{workspace,
+                                    first * numbers + pair * head_dim,
+                                    first * numbers + launch.tile_rows * head_dim + pair,
+                                    numbers * unit.slot_stride,
+                                    units,
+                                    min(first_row + rows - pair, 2)};
+        group.fold([&](int row, int number, float4 folded, float lse) {
+            const std::int64_t to = outputRow(params, unit, pair + row);
+            *reinterpret_cast<float4*>(params.out + to * head_dim + number) =
+                lse == empty_lse ? make_float4(0.0F, 0.0F, 0.0F, 0.0F) : folded;
+            if (number == 0) params.lse[to] = lse;
+        });
+    }
+}
+
+}  // namespace kvgrid::cuda
