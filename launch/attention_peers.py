@@ -5,7 +5,8 @@ sequence, every launch over another layer's K and V, medians, outputs checked.
 
 REQUEST is JSON: device ("cuda" or "cpu"), threads, repetitions, and shapes, which are rows of
 attend_benchmark's report. On stdout comes one line of JSON with the peer's version or why it is
-missing, then one for each shape: times and form, or why it failed. All else goes to stderr.
+missing, then one for each shape: times and form, or why it failed. All else goes to stderr. A process that
+ends with exit code 0 before the last shape has lost its device: the next one goes on behind.
 """
 
 import collections
@@ -649,7 +650,11 @@ def main(name):
             answer(failed=str(unable))
         except Exception as error:  # whatever it is, it is the answer
             answer(failed=first_line(error))
-        peer.release()
+        try:
+            peer.release()
+        except Exception as error:  # of the shape that was answered: none of this process's works
+            print(first_line(error), file=sys.stderr, flush=True)
+            os._exit(0)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ BENCHMARK = """
 
 # An interpreter that answers for the peers instead of running them.
 INTERPRETER = """
-    import json, os, signal, subprocess, sys
+    import json, os, signal, subprocess, sys, time
     assert sys.argv[1] == "-u" and os.path.exists(sys.argv[2])
     peer, request = sys.argv[3], json.load(sys.stdin)
     assert request["repetitions"] >= 20
@@ -61,10 +61,17 @@ INTERPRETER = """
         print("first line", file=sys.stderr)
         print("libcudart.so: no such file", file=sys.stderr)
         sys.exit(3)
+    if peer == "torch-fp32":
+        time.sleep(3)
     say(version="1.0")
     for shape in request["shapes"]:
         second = shape["shape"].startswith("2x")
-        if peer in ("torch-flash", "torch"):
+        if peer in ("torch-flash", "torch", "torch-fp32"):
+            ran(shape, 2.0)
+        elif peer == "llama.cpp":
+            if second:
+                say(failed="device lost")
+                sys.exit(0)
             ran(shape, 2.0)
         elif peer == "torch-cudnn":
             if second:
@@ -116,6 +123,7 @@ class WithFakes(unittest.TestCase):
         self.reports(0)
 
     def reports(self, code, rows=tuple(SHAPES)):
+        self.reported = list(rows)
         report = {"threads": 0, "rows": list(rows)} if rows else None
         write(os.path.join(self.bin, "report"), json.dumps([code, report]))
 
@@ -127,7 +135,7 @@ class WithFakes(unittest.TestCase):
         self.assertEqual(code, 0, output + errors)
         with open(self.json, encoding="utf-8") as file:
             result = json.load(file)
-        self.assertEqual(result["kvgrid"]["rows"], SHAPES)
+        self.assertEqual(result["kvgrid"]["rows"], self.reported)
         return result["peers"], output
 
     def test_ratio_is_the_peers_time_over_kvgrids(self):
@@ -163,16 +171,34 @@ class WithFakes(unittest.TestCase):
         rows, _ = self.rows("flash-attention-3")
         self.assertEqual([row["failed"] for row in rows], [None, "ended with exit code 9", None])
 
-    def test_past_the_limit_what_was_answered_counts_and_no_process_is_left(self):
-        rows, output = self.rows("torch-math", "--limit", "3")
-        late = "not over after 3 s"
-        self.assertEqual([row["failed"] for row in rows], [None, late, late])
+    def test_a_shape_past_its_limit_fails_and_no_process_is_left(self):
+        rows, output = self.rows("torch-math", "--limit", "2")
+        self.assertEqual([row["failed"] for row in rows],
+                         [None, "not over after 2 s", "no ragged batches"])
         self.assertIn("behind torch-math at 1x1Kx8/2x64 bf16 (0.50x)", output)
         with open(os.path.join(self.folder.name, "child"), encoding="utf-8") as file:
             child = f"/proc/{file.read()}/cmdline"
         if os.path.exists(child):  # killed, and not waited for by anyone yet
             with open(child, encoding="utf-8") as file:
                 self.assertEqual(file.read(), "")
+
+    def test_past_the_limit_of_the_peer_what_was_answered_counts(self):
+        rows, _ = self.rows("torch-math", "--peer-limit", "2")
+        late = "the peer is not over after 2 s"
+        self.assertEqual([row["failed"] for row in rows], [None, late, late])
+
+    def test_only_the_limit_of_the_peer_counts_its_start(self):
+        self.reports(0, [dict(shape, graph_us=None) for shape in SHAPES])
+        for arguments, failed in ((["--limit", "2"], None),
+                                  (["--peer-limit", "2"], "the peer is not over after 2 s")):
+            rows, _ = self.rows("torch-fp32", "--device", "cpu", *arguments)
+            self.assertEqual([row["failed"] for row in rows], 3 * [failed])
+            os.remove(self.json)
+
+    def test_a_peer_that_answers_and_ends_goes_on_behind_it(self):
+        self.reports(0, [dict(shape, graph_us=None) for shape in SHAPES])
+        rows, _ = self.rows("llama.cpp", "--device", "cpu")
+        self.assertEqual([row["failed"] for row in rows], [None, "device lost", None])
 
     def test_a_missing_peer_is_a_failed_row(self):
         rows, output = self.rows("torch-flex,flashinfer")
@@ -187,7 +213,7 @@ class WithFakes(unittest.TestCase):
                 ("torch-flash", 0, "OK"), ("flash-attention-3", 0, "OK"),
                 ("torch-math", 1, "FAILED: kvgrid is behind"),
                 ("torch-flash,torch-flex", 1, "FAILED: did not run: torch-flex")):
-            found, output, _ = self.compare("--require-ahead", "--limit", "3", "--peers", peers)
+            found, output, _ = self.compare("--require-ahead", "--limit", "2", "--peers", peers)
             self.assertEqual((found, output.splitlines()[-1]), (code, verdict))
         # Nobody asked for those that are missing.
         self.reports(0, SHAPES[2:])
@@ -259,6 +285,39 @@ class WithTheRealBenchmark(unittest.TestCase):
         self.assertEqual({row["failed"] for row in peers},
                          {"torch is not installed", "llama_cpp is not installed"})
         self.assertEqual(len(peers), len(ours) * len(attention_peers.PEERS["cpu"]))
+
+
+# A process of a peer that loses its device at the second shape.
+LOSES_DEVICE = """
+    import sys
+    sys.path.insert(0, sys.argv[1])
+    import attention_peers
+    class Peer:
+        version, shapes = "1.0", 0
+        def __init__(self, request):
+            pass
+        def measure(self, shape):
+            self.shapes += 1
+            if self.shapes == 2:
+                raise RuntimeError("illegal access")
+            return {"form": "rows"}
+        def release(self):
+            if self.shapes == 2:
+                raise RuntimeError("device lost")
+    attention_peers.PEERS["cpu"]["torch"] = Peer
+    attention_peers.main("torch")
+"""
+
+
+class Process(unittest.TestCase):
+    def test_a_lost_device_is_the_answer_of_its_shape_alone(self):
+        done = subprocess.run([sys.executable, "-c", textwrap.dedent(LOSES_DEVICE),
+                               os.path.join(ROOT, "launch")], capture_output=True, text=True,
+                              input=json.dumps({"device": "cpu", "shapes": SHAPES}), check=False)
+        self.assertEqual([json.loads(line) for line in done.stdout.splitlines()],
+                         [{"version": "1.0"}, {"form": "rows"},
+                          {"failed": "RuntimeError: illegal access"}])
+        self.assertEqual((done.returncode, done.stderr), (0, "RuntimeError: device lost\n"))
 
 
 class Shapes(unittest.TestCase):
