@@ -1,12 +1,13 @@
-"""Attention of others, timed as tests/kernels/attend_benchmark.cpp times kvgrid's: one token a
-sequence, every launch over another layer's K and V, medians, outputs checked.
+"""Attention of others, timed as tests/kernels/attend_benchmark.cpp times kvgrid's: the new tokens
+of each sequence, every launch over another layer's K and V, medians, outputs checked.
 
     attention_peers.py PEER < REQUEST        one process a peer; compare_attention starts it
 
 REQUEST is JSON: device ("cuda" or "cpu"), threads, repetitions, and shapes, which are rows of
 attend_benchmark's report. On stdout comes one line of JSON with the peer's version or why it is
-missing, then one for each shape: times and form, or why it failed. All else goes to stderr. A process that
-ends with exit code 0 before the last shape has lost its device: the next one goes on behind.
+missing, then one for each shape: times and form, or why it failed. All else goes to stderr. A
+process that ends with exit code 0 before the last shape has lost its device: another can go on
+behind it.
 """
 
 import collections
@@ -48,6 +49,8 @@ class Shape:
         self.lengths = [tokens for count, tokens in row["sequences"] for _ in range(count)]
         self.batch = len(self.lengths)
         self.longest = max(self.lengths)
+        # New tokens of each sequence, its last ones: row i sees length - rows + i + 1 tokens.
+        self.rows = row["rows"]
         self.even = min(self.lengths) == self.longest
         self.query_heads = row["query_heads"]
         self.kv_heads = row["kv_heads"]
@@ -56,15 +59,13 @@ class Shape:
         self.format = row["format"]
         self.layers = row["layers"]
         self.launches = row["launches"]
-        if row["rows"] != 1:
-            raise Unable("several new tokens a sequence are not compared")
 
 
 # A way to ask for the attention of a shape. launch(layer) returns the output, heads(output) makes
-# it [batch, query heads, head dim].
+# it [batch, query heads, rows, head dim], where the rows may be left out if there is one.
 Form = collections.namedtuple("Form", "name launch heads")
-# What is resident for a shape: q is [batch, query heads, head dim], kv(layer, sequence) the K and
-# the V of one sequence, each [KV heads, tokens, head dim].
+# What is resident for a shape: q as heads() makes the output, kv(layer, sequence) the K and the V
+# of one sequence, each [KV heads, tokens, head dim].
 Inputs = collections.namedtuple("Inputs", "layers q kv forms")
 
 
@@ -78,6 +79,7 @@ class Peer:
     and is the clock on CUDA."""
 
     format = None  # of K and V, where it is not the shape's
+    many_rows = False  # whether there are forms for several new tokens a sequence
 
     def __init__(self, request):
         self.torch = self.load("torch")
@@ -141,6 +143,8 @@ class Peer:
 
     def measure(self, shape):
         """The answer for a shape, of its fastest form."""
+        if shape.rows > 1 and not self.many_rows:
+            raise Unable("several new tokens a sequence are not compared")
         inputs = self.prepare(shape)
         clock = CudaClock if self.device == "cuda" else CpuClock
         best, reasons = None, []
@@ -163,18 +167,23 @@ class Peer:
         return {"form": form.name, "max_rel_error": error, **answer}
 
     def error(self, shape, inputs, form):
-        """The largest error against fp64 among KV heads of the first and the last sequence."""
+        """The largest error against fp64 among KV heads and rows of the first and the last
+        sequence: the first, the middle and the last row, each over the tokens that it sees."""
         layer, worst = inputs.layers - 1, 0.0
-        out = form.heads(form.launch(layer))
+        size = (shape.batch, shape.query_heads, shape.rows, shape.head_dim)
+        q, out = inputs.q.reshape(size), form.heads(form.launch(layer)).reshape(size)
         for sequence in {0, shape.batch - 1}:
             for kv_head in {0, shape.kv_heads - 1}:
                 k, v = (x[kv_head].double() for x in inputs.kv(layer, sequence))
                 heads = slice(kv_head * shape.group, (kv_head + 1) * shape.group)
-                q = inputs.q[sequence, heads].double()
-                weights = self.torch.softmax(q @ k.T / math.sqrt(shape.head_dim), dim=-1)
-                expected = weights @ v
-                error = ((out[sequence, heads].double() - expected).norm() / expected.norm()).item()
-                worst = error if math.isnan(error) else max(worst, error)
+                for row in {0, shape.rows // 2, shape.rows - 1}:
+                    seen = shape.lengths[sequence] - shape.rows + row + 1
+                    scores = q[sequence, heads, row].double() @ k[:seen].T
+                    weights = self.torch.softmax(scores / math.sqrt(shape.head_dim), dim=-1)
+                    expected = weights @ v[:seen]
+                    error = ((out[sequence, heads, row].double() - expected).norm()
+                             / expected.norm()).item()
+                    worst = error if math.isnan(error) else max(worst, error)
         return worst
 
     def release(self):
@@ -243,6 +252,7 @@ class Sdpa(Peer):
     K and V are contiguous: [batch, KV heads, tokens, head dim], or for ragged batches
     [tokens, KV heads, head dim]."""
 
+    many_rows = True
     backend = None  # of torch.nn.attention.SDPBackend
 
     def __init__(self, request):
@@ -252,58 +262,71 @@ class Sdpa(Peer):
     def prepare(self, shape):
         return self.prepare_even(shape) if shape.even else self.prepare_ragged(shape)
 
-    def attend(self, q, k, v):
+    def attend(self, q, k, v, **mask):
         functional = self.torch.nn.functional
         grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
         if self.backend is None:
-            return functional.scaled_dot_product_attention(q, k, v, **grouped)
+            return functional.scaled_dot_product_attention(q, k, v, **mask, **grouped)
         with self.attention.sdpa_kernel(getattr(self.attention.SDPBackend, self.backend)):
-            return functional.scaled_dot_product_attention(q, k, v, **grouped)
+            return functional.scaled_dot_product_attention(q, k, v, **mask, **grouped)
 
     def prepare_even(self, shape):
-        batch, heads, kv_heads, dim = (shape.batch, shape.query_heads, shape.kv_heads,
-                                       shape.head_dim)
+        batch, heads, kv_heads, rows, dim = (shape.batch, shape.query_heads, shape.kv_heads,
+                                             shape.rows, shape.head_dim)
         layers = self.layers(shape, batch * shape.longest)
         kv = [self.random(self.dtype(shape), 2, batch, kv_heads, shape.longest, dim)
               for _ in range(layers)]
-        q = self.random(self.dtype(shape), batch, heads, dim)
-        forms = [self.even_form("query heads", q.view(batch, heads, 1, dim), kv)]
-        if shape.group > 1:
-            forms.append(self.even_form("query heads as rows",
-                                        q.view(batch, kv_heads, shape.group, dim), kv))
+        q = self.random(self.dtype(shape), batch, heads, rows, dim)
+        if rows > 1:
+            # is_causal counts from the upper left: the first row would see one token.
+            name, mask = (("causal", {"is_causal": True}) if rows == shape.longest
+                          else self.lower_right(rows, shape.longest))
+            forms = [self.even_form(f"query heads, {name}", q, kv, **mask)]
+        else:
+            forms = [self.even_form("query heads", q, kv)]
+            if shape.group > 1:
+                forms.append(self.even_form("query heads as rows",
+                                            q.view(batch, kv_heads, shape.group, dim), kv))
         return Inputs(layers, q, lambda layer, sequence: kv[layer][:, sequence], forms)
 
-    def even_form(self, name, q, kv):
-        batch, _, _, dim = q.shape
-        return Form(name, lambda layer: self.attend(q, kv[layer][0], kv[layer][1]),
-                    lambda out: out.reshape(batch, -1, dim))
+    def lower_right(self, rows, tokens):
+        """(name, arguments) for new tokens that are the last ones: row i sees the first
+        tokens - rows + i + 1."""
+        ones = self.torch.ones(rows, tokens, dtype=self.torch.bool, device=self.device)
+        return "lower-right mask", {"attn_mask": ones.tril(tokens - rows)}
+
+    def even_form(self, name, q, kv, **mask):
+        return Form(name, lambda layer: self.attend(q, kv[layer][0], kv[layer][1], **mask),
+                    lambda out: out)
 
     def prepare_ragged(self, shape):
-        attend = self.ragged_operator()
-        torch, batch, group, dim = self.torch, shape.batch, shape.group, shape.head_dim
+        attend = self.ragged_operator(shape)
+        torch, batch, group, rows, dim = (self.torch, shape.batch, shape.group, shape.rows,
+                                          shape.head_dim)
         total = sum(shape.lengths)
         layers = self.layers(shape, total)
         kv = [self.random(self.dtype(shape), 2, total, shape.kv_heads, dim) for _ in range(layers)]
-        q = self.random(self.dtype(shape), batch, shape.query_heads, dim)
+        q = self.random(self.dtype(shape), batch, shape.query_heads, rows, dim)
         starts = [0]
         for length in shape.lengths:
             starts.append(starts[-1] + length)
         key_starts = torch.tensor(starts, dtype=torch.int32, device=self.device)
         row_starts = torch.arange(batch + 1, dtype=torch.int32, device=self.device)
 
-        def form(name, rows, rows_a_sequence, heads):
+        def form(name, packed, rows_a_sequence):
+            """packed: [batch, rows of a sequence, heads, head dim], as is the output in heads()."""
             begins = row_starts * rows_a_sequence
-            return Form(name, lambda layer: attend(rows, kv[layer][0], kv[layer][1], begins,
+            flat = packed.reshape(batch * rows_a_sequence, -1, dim)
+            return Form(name, lambda layer: attend(flat, kv[layer][0], kv[layer][1], begins,
                                                    key_starts, rows_a_sequence, shape.longest),
-                        heads)
+                        lambda out: out.view(batch, rows_a_sequence, -1, dim).transpose(1, 2)
+                        .reshape(q.shape))
 
-        forms = [form("packed, query heads", q, 1, lambda out: out)]
-        if group > 1:
-            grouped = q.view(batch, -1, group, dim).transpose(1, 2)
+        forms = [form("packed, query heads" if rows == 1 else "packed, query heads, causal",
+                      q.transpose(1, 2), rows)]
+        if group > 1 and rows == 1:
             forms.append(form("packed, query heads as rows",
-                              grouped.reshape(batch * group, -1, dim), group,
-                              lambda out: out.view(batch, group, -1, dim).transpose(1, 2)
-                              .reshape(batch, -1, dim)))
+                              q.view(batch, -1, group, dim).transpose(1, 2), group))
 
         def kv_of(layer, sequence):
             tokens = slice(starts[sequence], starts[sequence + 1])
@@ -311,7 +334,7 @@ class Sdpa(Peer):
 
         return Inputs(layers, q, kv_of, forms)
 
-    def ragged_operator(self):
+    def ragged_operator(self, shape):
         """(q, k, v, starts of rows, starts of keys, most rows, most keys) -> out."""
         raise Unable("no ragged batches")
 
@@ -323,17 +346,25 @@ class SdpaMath(Sdpa):
 class SdpaFlash(Sdpa):
     backend = "FLASH_ATTENTION"
 
-    def ragged_operator(self):
-        # What torch.nn.attention.varlen calls.
+    def lower_right(self, rows, tokens):
+        # Without a mask in memory, which this backend refuses.
+        bias = self.load("torch.nn.attention.bias").causal_lower_right(rows, tokens)
+        return "lower-right bias", {"attn_mask": bias}
+
+    def ragged_operator(self, shape):
+        # What torch.nn.attention.varlen calls. Its causal rows are the last ones.
         operator = self.torch.ops.aten._flash_attention_forward
+        causal = shape.rows > 1
         return lambda q, k, v, row_starts, key_starts, most_rows, most_keys: operator(
-            q, k, v, row_starts, key_starts, most_rows, most_keys, 0.0, False, False)[0]
+            q, k, v, row_starts, key_starts, most_rows, most_keys, 0.0, causal, False)[0]
 
 
 class SdpaCudnn(Sdpa):
     backend = "CUDNN_ATTENTION"
 
-    def ragged_operator(self):
+    def ragged_operator(self, shape):
+        if shape.rows > 1:
+            raise Unable("in ragged batches causal from the upper left only")
         operator = self.torch.ops.aten._cudnn_attention_forward
         return lambda q, k, v, row_starts, key_starts, most_rows, most_keys: operator(
             q, k, v, None, row_starts, key_starts, most_rows, most_keys, True, 0.0, False, False)[0]

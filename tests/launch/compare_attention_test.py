@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import types
 import unittest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -327,9 +328,87 @@ class Shapes(unittest.TestCase):
                          ([5, 70, 70], False, 70, 4))
         self.assertTrue(attention_peers.Shape(SHAPES[1]).even)
 
-    def test_several_new_tokens_are_refused(self):
-        with self.assertRaises(attention_peers.Unable):
-            attention_peers.Shape(dict(SHAPES[0], rows=2))
+
+class Mask:
+    """torch.ones(rows, tokens).tril(diagonal), as the tokens that each row sees."""
+
+    def __init__(self, rows, tokens):
+        self.rows, self.tokens = rows, tokens
+
+    def tril(self, diagonal):
+        return [[token for token in range(self.tokens) if token <= row + diagonal]
+                for row in range(self.rows)]
+
+
+class Tensor:
+    def __init__(self, *size):
+        self.shape = size
+
+    def __getitem__(self, _):
+        return Tensor(*self.shape[1:])
+
+    def view(self, *size):
+        return Tensor(*size)
+
+
+class SeveralRows(unittest.TestCase):
+    """What PyTorch is asked for; attention_peers_test.py asks it, where it is."""
+
+    def calls(self, peer, rows):
+        """The (q, k, v, keywords) of each form."""
+        found = []
+
+        def attend(*tensors, **keywords):
+            found.append((*(tensor.shape for tensor in tensors), keywords))
+
+        functional = types.SimpleNamespace(scaled_dot_product_attention=attend)
+        peer = object.__new__(peer)
+        peer.torch = types.SimpleNamespace(
+            bool=None, ones=lambda rows, tokens, dtype, device: Mask(rows, tokens),
+            nn=types.SimpleNamespace(functional=functional))
+        peer.device, peer.layers, peer.dtype = "cpu", lambda *_: 1, lambda _: None
+        peer.random = lambda _, *size: Tensor(*size)
+        for form in peer.prepare(attention_peers.Shape(dict(SHAPES[1], rows=rows))).forms:
+            form.launch(0)
+        return found
+
+    def test_one_token_sees_all(self):
+        keys = (2, 2, 1024, 64)
+        self.assertEqual(self.calls(attention_peers.Sdpa, 1),
+                         [((2, 8, 1, 64), keys, keys, {"enable_gqa": True}),
+                          ((2, 2, 4, 64), keys, keys, {})])
+
+    def test_the_last_tokens_see_what_is_before_them(self):
+        (q, k, _, keywords), = self.calls(attention_peers.Sdpa, 3)
+        self.assertEqual((q, k, keywords["enable_gqa"]), ((2, 8, 3, 64), (2, 2, 1024, 64), True))
+        self.assertEqual(keywords["attn_mask"],
+                         [list(range(1022)), list(range(1023)), list(range(1024))])
+        self.assertNotIn("is_causal", keywords)
+
+    def test_all_tokens_are_causal(self):
+        (q, _, _, keywords), = self.calls(attention_peers.Sdpa, 1024)
+        self.assertEqual((q, keywords), ((2, 8, 1024, 64), {"is_causal": True, "enable_gqa": True}))
+
+    def test_the_ragged_operator_of_flash_is_causal(self):
+        for rows in (1, 3):
+            arguments = []
+            flash = object.__new__(attention_peers.SdpaFlash)
+            aten = types.SimpleNamespace(
+                _flash_attention_forward=lambda *given: arguments.append(given) or ["out"])
+            flash.torch = types.SimpleNamespace(ops=types.SimpleNamespace(aten=aten))
+            shape = attention_peers.Shape(dict(SHAPES[2], rows=rows))
+            self.assertEqual(flash.ragged_operator(shape)(*"qkvrkmm"), "out")
+            self.assertEqual(arguments, [(*"qkvrkmm", 0.0, rows > 1, False)])
+
+    def test_who_cannot_says_so(self):
+        for peer, reason in ((attention_peers.Flex, "not compared"),
+                             (attention_peers.FlashInfer, "not compared"),
+                             (attention_peers.FlashAttention3, "not compared"),
+                             (attention_peers.LlamaCpp, "not compared"),
+                             (attention_peers.SdpaCudnn, "upper left"),
+                             (attention_peers.SdpaMath, "no ragged batches")):
+            with self.assertRaisesRegex(attention_peers.Unable, reason):
+                object.__new__(peer).measure(attention_peers.Shape(dict(SHAPES[2], rows=3)))
 
 
 if __name__ == "__main__":
