@@ -37,7 +37,15 @@ namespace {
 constexpr int vectors_to_check = 64;
 
 // Parts of a step, each with its median and 99th percentile.
-enum Part : std::size_t { append_part, attend_part, join_part, other_part, step_part, part_count };
+enum Part : std::size_t {
+    append_part,
+    attend_part,
+    join_part,
+    other_part,
+    launch_part,
+    step_part,
+    part_count
+};
 
 std::string microseconds(const Cell& cell) {
     const auto* value = std::get_if<double>(&cell);
@@ -55,7 +63,8 @@ std::string scientific(const Cell& cell) {
     return value == nullptr ? plain(cell) : fmt::format("{:.1e}", *value);
 }
 
-std::vector<Column> columns(NumberFormat kv_format) {
+// `asynchronous`: see isAsynchronous; otherwise there is nothing that is called a launch.
+std::vector<Column> columns(NumberFormat kv_format, bool asynchronous) {
     std::vector<Column> all{{"context_tokens", "context", "longest"},
                             {"mean_context_tokens", "context", "mean", whole},
                             {"append_p50_us", "append", "p50 us", microseconds, 7},
@@ -65,15 +74,19 @@ std::vector<Column> columns(NumberFormat kv_format) {
                             {"join_p50_us", "join", "p50 us", microseconds, 7},
                             {"join_p99_us", "join", "p99 us", microseconds, 7},
                             {"other_p50_us", "other", "p50 us", microseconds, 7},
-                            {"other_p99_us", "other", "p99 us", microseconds, 7},
-                            {"step_p50_us", "step", "p50 us", microseconds, 7},
-                            {"step_p99_us", "step", "p99 us", microseconds, 7},
-                            {"kv_read_gb_per_s", "KV read", "GB/s", fixed2},
-                            {"read_ceiling_share", "ceiling", "%", percent},
-                            {"tokens_per_s", "decode", "tokens/s", fixed1},
-                            {"max_rel_error", "error", "", scientific, 7},
-                            {"checked", "checked", ""},
-                            {"wrong", "wrong", ""}};
+                            {"other_p99_us", "other", "p99 us", microseconds, 7}};
+    if (asynchronous) {
+        all.insert(all.end(), {{"launch_p50_us", "launch", "p50 us", microseconds, 7},
+                               {"launch_p99_us", "launch", "p99 us", microseconds, 7}});
+    }
+    all.insert(all.end(), {{"step_p50_us", "step", "p50 us", microseconds, 7},
+                           {"step_p99_us", "step", "p99 us", microseconds, 7},
+                           {"kv_read_gb_per_s", "KV read", "GB/s", fixed2},
+                           {"read_ceiling_share", "ceiling", "%", percent},
+                           {"tokens_per_s", "decode", "tokens/s", fixed1},
+                           {"max_rel_error", "error", "", scientific, 7},
+                           {"checked", "checked", ""},
+                           {"wrong", "wrong", ""}});
     if (hasScales(kv_format))
         all.push_back({"unquantised_rel_error", "error", "unquantised", scientific});
     return all;
@@ -122,7 +135,8 @@ public:
           process_(process),
           destination_(std::move(destination)),
           setup_(std::move(setup)),
-          report_("bench", commandArguments(argc, argv), columns(options.kv_format)),
+          report_("bench", commandArguments(argc, argv),
+                  columns(options.kv_format, isAsynchronous(process))),
           progress_(process.rank() == 0 && (options.progress || isatty(STDERR_FILENO) == 1)),
           reference_(setup_.config, options.seed) {}
 
@@ -134,8 +148,8 @@ private:
 
     // A step as it is, and its parts: of the same run, or of another with events in between.
     struct Timed {
-        StepTimes parts;
-        double step_s = 0;
+        StepTimes of_parts;
+        StepTimes of_step;
     };
 
     struct Ceiling {  // GB/s of a rank
@@ -356,7 +370,7 @@ Result<void> BenchRun::measure(DecodeRun& decode, const Batch& batch) {
         auto time = decode.step(runs, {.timed = !separately}, take);
         if (!time) return tl::unexpected(time.error());
         if (token >= options_.warmup)
-            times.push_back({.parts = separately ? *parts : *time, .step_s = time->step_s});
+            times.push_back({.of_parts = separately ? *parts : *time, .of_step = *time});
         progress_.update(
             fmt::format("context {}: {} of {} steps", batch.context, token + 1, setup_.decoded));
     }
@@ -383,6 +397,7 @@ Row BenchRun::timings(const Batch& batch, const std::vector<Times>& steps) const
     const double tokens = std::accumulate(batch.lengths.begin(), batch.lengths.end(), 0.0);
     Row row{batch.context, tokens / options_.batch};
     for (std::size_t part = 0; part < part_count; ++part) {
+        if (part == launch_part && !isAsynchronous(process_)) continue;
         std::vector<double> us;
         for (const Times& step : steps)
             us.push_back(step[part] * 1e6);
@@ -404,10 +419,11 @@ Row BenchRun::timings(const Batch& batch, const std::vector<Times>& steps) const
 
 std::vector<BenchRun::Times> BenchRun::slowest(const std::vector<Timed>& steps) {
     std::vector<double> mine;
-    for (const Timed& step : steps) {
-        const CacheTiming& parts = step.parts.parts;
-        const double other = step.parts.step_s - parts.append_s - parts.attend_s - parts.join_s;
-        mine.insert(mine.end(), {parts.append_s, parts.attend_s, parts.join_s, other, step.step_s});
+    for (const auto& [of_parts, of_step] : steps) {
+        const CacheTiming& parts = of_parts.parts;
+        const double other = of_parts.step_s - parts.append_s - parts.attend_s - parts.join_s;
+        mine.insert(mine.end(), {parts.append_s, parts.attend_s, parts.join_s, other,
+                                 of_step.launch_s, of_step.step_s});
     }
     std::vector<Times> most(steps.size(), Times{});
     for (const std::vector<double>& rank : gatherValues(process_, mine)) {

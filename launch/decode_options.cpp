@@ -68,13 +68,12 @@ Result<std::vector<Batch>> makeBatches(const DecodeOptions& options, std::int64_
 }
 
 Result<bool> chooseGraph(const DecodeOptions& options, const Process& process) {
-    const bool on_gpu = process.device() == DeviceKind::cuda;
-    const bool eager_join = process.transport() == TransportKind::mpi && process.size() > 1;
-    const bool possible = on_gpu && !eager_join;
+    const bool possible = isAsynchronous(process);
     if (!options.graph.value_or(false) || possible) return options.graph.value_or(possible);
     return failure(ErrorCode::unavailable,
-                   on_gpu ? "--graph on: the MPI transport is eager, its joins cannot be captured"
-                          : "--graph on: the CPU device has no graphs");
+                   process.device() == DeviceKind::cuda
+                       ? "--graph on: the MPI transport is eager, its joins cannot be captured"
+                       : "--graph on: the CPU device has no graphs");
 }
 
 // Of the part of the model that runs; empty without --kv-scales.
@@ -172,6 +171,11 @@ ProcessOptions processOptions(const DecodeOptions& options) {
             .timeout = std::chrono::seconds(options.timeout_s),
             .threads = options.threads,
             .share_gpu = options.share_gpu};
+}
+
+bool isAsynchronous(const Process& process) {
+    const bool eager_join = process.transport() == TransportKind::mpi && process.size() > 1;
+    return process.device() == DeviceKind::cuda && !eager_join;
 }
 
 std::int64_t DecodeSetup::blocksOf(std::int64_t tokens) const noexcept {

@@ -52,6 +52,10 @@ void declareDecodeFlags(CommandLine& line, DecodeOptions& options, const std::st
 
 [[nodiscard]] ProcessOptions processOptions(const DecodeOptions& options);
 
+// Whether the host only enqueues a step's append, attend and join, and does not wait for them: not
+// on the CPU device, nor with joins over MPI. Such steps can be captured into a graph.
+[[nodiscard]] bool isAsynchronous(const Process& process);
+
 // The sequences of one row of a report.
 struct Batch {
     std::int64_t context = 0;           // tokens of the longest at the last step

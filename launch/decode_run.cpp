@@ -17,6 +17,12 @@ namespace kvgrid::launch {
 
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
+double secondsSince(Clock::time_point start) {
+    return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
 // The first answer that is not done, as a failure: on every rank the same.
 Result<Step> granted(Result<Step> step) {
     if (!step) return step;
@@ -116,14 +122,17 @@ Result<StepTimes> DecodeRun::step(std::span<const RunTokens> runs, const StepOpt
     cache_.setTiming(options.timed);
     static_cast<void>(cache_.takeTiming());
     process_->barrier();
-    const auto start = std::chrono::steady_clock::now();
+    const Clock::time_point start = Clock::now();
     const auto step = granted(cache_.begin(requests));
     if (!step) return tl::unexpected(step.error());
+    StepTimes times;
+    const Clock::time_point begun = Clock::now();
     run(*step, options);
+    times.launch_s = secondsSince(begun);
     if (!options.abandon) commit(*step, runs);
     process_->synchronize();
-    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
-    const StepTimes times{.step_s = elapsed.count(), .parts = cache_.takeTiming()};
+    times.step_s = secondsSince(start);
+    times.parts = cache_.takeTiming();
     if (!on_output) return times;
     host_.resize(rows.size() * static_cast<std::size_t>(config.geometry.query_heads) *
                  static_cast<std::size_t>(workload_.headDim()) *

@@ -33,9 +33,12 @@ struct StepOptions {
     bool timed = false;         // the parts, by events: see Cache::setTiming
 };
 
-// Seconds of this rank. step_s is from before begin until the device is done after advance.
+// Seconds of this rank. step_s is from before begin until the device is done after advance;
+// launch_s, within it, from behind begin until the host has enqueued append, attend and join of all
+// layers. Where they are not asynchronous (isAsynchronous), that is until they are done.
 struct StepTimes {
     double step_s = 0;
+    double launch_s = 0;
     CacheTiming parts;
 };
 

@@ -42,6 +42,7 @@ TEST(Bench, MeasuresARowForEachContext) {
             EXPECT_GT(p50, 0) << part;
             EXPECT_LE(p50, p99) << part;
         }
+        EXPECT_FALSE(row.contains("launch_p50_us")) << "on the CPU device nothing is only enqueued";
         EXPECT_LT(row["attend_p50_us"], row["step_p50_us"]);
         EXPECT_GT(row["kv_read_gb_per_s"], 0);
         const auto& share = row["read_ceiling_share"];  // none where ranks share a core
