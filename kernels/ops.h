@@ -134,6 +134,8 @@ struct AttendParams {
     std::int64_t run_count = 0;
     // The largest position of any row, or more: bounds the work, not the result.
     std::int64_t max_position = 0;
+    // The most rows of a run, as far as the host knows: how the work is cut, not the result.
+    std::int64_t run_rows = 1;
     int context_rank = 0;
     int context_ranks = 1;
     BlockTableView tables;
@@ -219,8 +221,9 @@ struct Operations {
     void (*append)(const AppendParams&, StreamView);
     void (*gather)(const GatherParams&, StreamView);
     // How attend will cut the work, into the plan: once for all layers, whenever the runs or what
-    // they say has changed. Parameters as in the attends that follow (q, out, lse, tables and layer
-    // do not matter), but run_count, which may be less.
+    // they say has changed. Parameters as in the attends that follow (q, out, lse, what is in the
+    // tables, and layer do not matter), but run_count, which may be less. The plan is also one for
+    // attends with run_rows = 1, as captured launches have it.
     void (*planAttend)(const AttendParams&, StreamView);
     // May begin while the launch before it still runs: the plan, the runs, the tables, and K and V
     // of positions before a run's first, must be there when that one begins. planAttend, or an

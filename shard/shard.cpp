@@ -236,13 +236,15 @@ Shard::Extent Shard::extent(StreamView stream) const {
         return {.capturing = false,
                 .rows = rows(),
                 .runs = static_cast<std::int64_t>(runs().size()),
-                .max_position = runs_.maxPosition()};
+                .max_position = runs_.maxPosition(),
+                .run_rows = runs_.mostRows()};
     }
     const std::int64_t rows_at_most = std::max(rows(), capture_rows_);
     return {.capturing = true,
             .rows = rows_at_most,
             .runs = std::min<std::int64_t>(rows_at_most, config_.limits.max_sequences),
-            .max_position = config_.limits.max_sequence_length - 1};
+            .max_position = config_.limits.max_sequence_length - 1,
+            .run_rows = 1};
 }
 
 void Shard::mark(int layer) {
@@ -334,6 +336,7 @@ AttendParams Shard::attendParams(const Group& group, const Extent& extent) const
     params.runs = runs_.onDevice();
     params.run_count = extent.runs;
     params.max_position = extent.max_position;
+    params.run_rows = extent.run_rows;
     params.context_rank = config_.place.context;
     params.context_ranks = config_.place.contexts;
     params.tables = group.tables.view();

@@ -9,6 +9,10 @@ namespace kvgrid::cuda {
 namespace {
 
 constexpr int least_stages = 2;
+// Room in the workspace for the states that attend_rows_kernel folds: of a token range of 2M with
+// so many multiprocessors, of a longer one with fewer.
+constexpr std::int64_t fold_levels = 12;
+constexpr std::int64_t fold_blocks = 160;
 
 // Units that a warp of attend_fold_kernel folds at a time, each lane one number of a row.
 constexpr int units_at_once = 32;
@@ -162,17 +166,25 @@ struct SharedMemory {
     int multiprocessor_bytes;
 };
 
-// Tiles that a warp's ring holds, so that as many blocks of threads as wanted run at once.
-int stagesFor(const AttendKernel& kernel, const SharedMemory& shared) {
+// Of a block of threads, beside what is static.
+int roomFor(const AttendKernel& kernel, const SharedMemory& shared) {
     constexpr int reserved = 1024;     // by the system, of each block
     constexpr int static_bytes = 128;  // beside the dynamic, at most
-    const int room =
-        std::min(shared.block_bytes,
-                 shared.multiprocessor_bytes / kernel.blocks_per_multiprocessor - reserved);
-    int stages = most_stages;
-    while (stages > least_stages && kernel.sharedBytes(stages) > room - static_bytes)
+    return std::min(shared.block_bytes,
+                    shared.multiprocessor_bytes / kernel.blocks_per_multiprocessor - reserved) -
+           static_bytes;
+}
+
+// Tiles that a ring holds, so that as many blocks of threads as wanted run at once.
+int stagesFor(const AttendKernel& kernel, const SharedMemory& shared) {
+    int stages = kernel.most_stages;
+    while (stages > least_stages && kernel.sharedBytes(stages) > roomFor(kernel, shared))
         --stages;
     return stages;
+}
+
+bool fits(const AttendKernel& kernel, const SharedMemory& shared) {
+    return kernel.sharedBytes(least_stages) <= roomFor(kernel, shared);
 }
 
 AttendKernels kernelsOf(NumberFormat format) {
@@ -200,13 +212,65 @@ AttendKernels kernelsOf(NumberFormat format, bool for_hopper) {
     return kernels;
 }
 
-AttendKernel kernelFor(const AttendParams& params, const CudaDevice& device) {
+int blocksOf(const AttendKernel& kernel, const CudaDevice& device) {
+    return device.attendBlocks() > 0 ? device.attendBlocks()
+                                     : device.multiprocessors() * kernel.blocks_per_multiprocessor;
+}
+
+// Levels of a fold that wait in the workspace, of the longest sequence that the tables have.
+int foldLevels(const AttendParams& params) {
+    const std::int64_t stripes =
+        params.tables.stride * params.pool.block_size / stripe_tokens + lane_count;
+    int levels = 5;  // lanes, without that of single leaves
+    while (stripes / lane_count >> (levels - 5) != 0)
+        ++levels;
+    return levels;
+}
+
+std::int64_t foldBytes(const AttendParams& params, const AttendKernel& kernel,
+                       const CudaDevice& device) {
+    return kernel.state_bytes == 0
+               ? 0
+               : std::int64_t{blocksOf(kernel, device)} * foldLevels(params) * kernel.state_bytes;
+}
+
+// The kernel whose tiles hold the rows of a run of `run_rows` best: all of them in the smallest
+// tile, or as many as can be.
+AttendKernel kernelFor(const AttendParams& params, std::int64_t run_rows,
+                       const CudaDevice& device) {
     const int group = params.kv_heads > 0 ? params.query_heads / params.kv_heads : 0;
     if (group < 1) throw Error(ErrorCode::internal, "attend: no query heads");
-    const int tile_rows = group > product_rows ? 2 * product_rows : product_rows;
-    for (const AttendKernel& kernel : kernelsOf(params.pool.format, device.overlapsLaunches()))
-        if (kernel.head_dim == params.head_dim && kernel.tile_rows == tile_rows) return kernel;
-    throw Error(ErrorCode::internal, "attend: head dim " + std::to_string(params.head_dim));
+    const SharedMemory shared{device.sharedBytes(), device.sharedBytesOfMultiprocessor()};
+    const auto workspace = static_cast<std::int64_t>(params.workspace_bytes);
+    const std::int64_t rows = std::max<std::int64_t>(run_rows, 1) * group;
+    AttendKernel best;
+    for (const AttendKernel& kernel : kernelsOf(params.pool.format, device.overlapsLaunches())) {
+        const bool better = best.tile_rows < rows
+                                ? kernel.tile_rows > best.tile_rows
+                                : kernel.tile_rows >= rows && kernel.tile_rows < best.tile_rows;
+        if (kernel.head_dim == params.head_dim && better &&
+            (kernel.state_bytes == 0 ||
+             (fits(kernel, shared) && foldBytes(params, kernel, device) <= workspace)))
+            best = kernel;
+    }
+    if (best.tile_rows == 0)
+        throw Error(ErrorCode::internal, "attend: head dim " + std::to_string(params.head_dim));
+    return best;
+}
+
+}  // namespace
+
+namespace {
+
+// Several kernels may be the same function with shared memory of their own: it gets the most.
+void loadKernels(const AttendKernels& kernels, const SharedMemory& shared) {
+    for (const AttendKernel& kernel : kernels) {
+        int bytes = 0;
+        for (const AttendKernel& like : kernels)
+            if (like.function == kernel.function && fits(like, shared))
+                bytes = std::max(bytes, like.sharedBytes(stagesFor(like, shared)));
+        if (bytes > 0) load(kernel.function, bytes);
+    }
 }
 
 }  // namespace
@@ -223,14 +287,23 @@ bool prepareAttend(int block_bytes, int multiprocessor_bytes) {
     const bool for_hopper = attributes.ptxVersion >= hopper_version;
     for (const NumberFormat format :
          {NumberFormat::fp16, NumberFormat::bf16, NumberFormat::fp8_e4m3, NumberFormat::int8})
-        for (const AttendKernel& kernel : kernelsOf(format, for_hopper))
-            load(kernel.function, kernel.sharedBytes(stagesFor(kernel, shared)));
+        loadKernels(kernelsOf(format, for_hopper), shared);
     return for_hopper;
 }
 
-std::size_t attendWorkspaceBytes(std::int64_t, int, int head_dim) {
-    return static_cast<std::size_t>(most_slots * slotNumbers(product_rows, head_dim)) *
-           sizeof(float);
+std::size_t attendWorkspaceBytes(std::int64_t rows, int query_heads, int head_dim) {
+    const auto bytes = [](std::int64_t numbers) {
+        return static_cast<std::size_t>(numbers) * sizeof(float);
+    };
+    constexpr int small_rows = 2 * product_rows;
+    if (rows * query_heads <= small_rows)
+        return bytes(most_slots * slotNumbers(product_rows, head_dim));
+    std::int64_t state_bytes = 0;
+    for (const AttendKernel& kernel : kernelsOf(NumberFormat::bf16))
+        if (kernel.head_dim == head_dim)
+            state_bytes = std::max<std::int64_t>(state_bytes, kernel.state_bytes);
+    return bytes(most_slots * slotNumbers(small_rows, head_dim)) +
+           static_cast<std::size_t>(fold_levels * fold_blocks * state_bytes);
 }
 
 namespace {
@@ -240,32 +313,58 @@ AttendLaunch launchOf(const AttendParams& params, const AttendKernel& kernel,
     AttendLaunch launch;
     launch.params = params;
     launch.plan = planView(params.plan, params.plan_bytes);
-    launch.blocks = device.attendBlocks() > 0
-                        ? device.attendBlocks()
-                        : device.multiprocessors() * kernel.blocks_per_multiprocessor;
+    launch.blocks = blocksOf(kernel, device);
+    launch.teams = kernel.teams;
     launch.tile_rows = kernel.tile_rows;
     launch.stages = stagesFor(kernel, {device.sharedBytes(), device.sharedBytesOfMultiprocessor()});
-    const std::int64_t room = static_cast<std::int64_t>(params.workspace_bytes / sizeof(float));
+    auto room = static_cast<std::int64_t>(params.workspace_bytes);
+    if (kernel.state_bytes > 0) {
+        launch.fold_levels = foldLevels(params);
+        // Behind the slots.
+        room = (room - foldBytes(params, kernel, device)) / 16 * 16;
+        launch.fold = static_cast<std::byte*>(params.workspace) + room;
+    }
     // A tree has at most one round for each 1,024 positions, rounded up to a power of two.
     constexpr std::int64_t round_tokens = attend_warps * stripe_tokens;
     launch.folds = params.max_position >= round_tokens << small_tree_bits;
-    launch.slots = std::min(most_slots, room / slotNumbers(kernel.tile_rows, params.head_dim));
+    launch.slots = std::min(most_slots, room / (slotNumbers(kernel.tile_rows, params.head_dim) *
+                                                static_cast<std::int64_t>(sizeof(float))));
     return launch;
 }
+
+// The kernel of attends with these parameters, and which of the two plans is theirs: that for runs
+// of one row, or that for params.run_rows where this is cut otherwise.
+struct Choice {
+    AttendKernel kernel;
+    AttendParams params;
+
+    Choice(const AttendParams& of, std::int64_t run_rows, const CudaDevice& device)
+        : kernel(kernelFor(of, run_rows, device)),
+          params(of) {
+        const std::size_t bytes = of.plan_bytes / 32 * 16;
+        if (kernel.tile_rows != kernelFor(of, 1, device).tile_rows)
+            params.plan = static_cast<std::byte*>(of.plan) + bytes;
+        params.plan_bytes = bytes;
+    }
+};
 
 }  // namespace
 
 void planAttend(const AttendParams& params, StreamView stream) {
     const CudaDevice& device = useDevice(stream);
-    const AttendKernel kernel = kernelFor(params, device);
-    launchPlan(launchOf(params, kernel, device), handleOf(stream));
+    const Choice one(params, 1, device);
+    launchPlan(launchOf(one.params, one.kernel, device), handleOf(stream));
+    const Choice many(params, params.run_rows, device);
+    if (many.params.plan != one.params.plan)
+        launchPlan(launchOf(many.params, many.kernel, device), handleOf(stream));
 }
 
 void attend(const AttendParams& params, StreamView stream) {
     const CudaDevice& device = useDevice(stream);
-    const AttendKernel kernel = kernelFor(params, device);
+    const Choice choice(params, params.run_rows, device);
     if (params.run_count == 0) return;
-    const AttendLaunch launch = launchOf(params, kernel, device);
+    const AttendKernel& kernel = choice.kernel;
+    const AttendLaunch launch = launchOf(choice.params, kernel, device);
     launchOverlapping(device, kernel.function, static_cast<unsigned>(launch.blocks),
                       static_cast<unsigned>(kernel.threads),
                       static_cast<std::size_t>(kernel.sharedBytes(launch.stages)), stream, launch);

@@ -9,13 +9,9 @@
 
 namespace kvgrid::cuda {
 
-// Sizes that follow from the format, the head dim, and how many warps (of 8 query rows each)
-// compute a leaf.
-template <NumberFormat format, int head_dim, int row_tiles>
-struct AttendShape {
-    static constexpr int computing_threads = attend_warps * row_tiles * warp_size;
-    static constexpr int threads = computing_threads + attend_warps * warp_size;
-    static constexpr int tile_rows = product_rows * row_tiles;
+// Sizes of a tile, that follow from the format and the head dim.
+template <NumberFormat format, int head_dim>
+struct TileShape {
     static constexpr bool has_scales = scaleBytes(format, 1) != 0;
     static constexpr int row_bytes = head_dim * static_cast<int>(bytesPerElement(format));
     static constexpr int row_chunks = row_bytes / 16;
@@ -28,14 +24,31 @@ struct AttendShape {
     static constexpr int rows_bytes = tile_tokens * row_bytes;
     static constexpr int scales_bytes = has_scales ? 2 * tile_tokens : 0;
     static constexpr int tile_bytes = rows_bytes + 2 * scales_bytes;
+    static constexpr int stage_bytes = tile_bytes + 24;  // of a ring
+    // Queries have rests: what rounding left out of them, as the products want it.
+    static constexpr bool splits_queries = format == NumberFormat::bf16;
+    // Of a unit queue: the units and their two barriers.
+    static constexpr int queue_bytes = queue_slots * (static_cast<int>(sizeof(Unit)) + 16);
+};
+
+// Of attend_kernel: sizes that follow from that, and from how many warps (of 8 query rows each)
+// compute a leaf.
+template <NumberFormat format, int head_dim, int row_tiles>
+struct AttendShape : TileShape<format, head_dim> {
+    using Tile = TileShape<format, head_dim>;
+    static constexpr int computing_threads = attend_warps * row_tiles * warp_size;
+    static constexpr int threads = computing_threads + attend_warps * warp_size;
+    static constexpr int tile_rows = product_rows * row_tiles;
+    static constexpr int query_tiles = 1;     // of 8 rows, of a warp
+    static constexpr int fetched_leaves = 1;  // of a round, by one warp
     // The four leaves' states on their way into the fold, the elements of some steps at a time.
     // Rows are 4 numbers longer, so that the threads of a warp write to different banks.
-    static constexpr int exchange_steps = steps < 4 ? steps : 4;
+    static constexpr int exchange_steps = Tile::steps < 4 ? Tile::steps : 4;
     static constexpr int exchange_stride = 16 * exchange_steps + 4;
     static constexpr int exchange_numbers = attend_warps * tile_rows * (exchange_stride + 1);
-    // What rounding left out of the queries, as the products want it.
-    static constexpr bool splits_queries = format == NumberFormat::bf16;
-    static constexpr int rests_bytes = splits_queries ? row_tiles * steps * warp_size * 8 : 0;
+    static constexpr bool keeps_rests = false;  // in registers: they lie in shared memory
+    static constexpr int rests_bytes =
+        Tile::splits_queries ? row_tiles * Tile::steps * warp_size * 8 : 0;
     // Levels of a unit's fold that are kept in registers; deeper ones are in local memory.
     static constexpr int register_levels = head_dim > 128 ? 0 : 3;
 
@@ -46,23 +59,33 @@ struct AttendShape {
     static constexpr int computing_registers = row_tiles == 1 ? 168 : 208;
     static constexpr int fetching_registers = 88;
 
-    static constexpr int queue_bytes = queue_slots * (static_cast<int>(sizeof(Unit)) + 16);
-    // Of a stage: its tile, its two barriers, and which of its tokens there are.
-    static constexpr int stage_bytes = tile_bytes + 8 + 8 + 8;
     static constexpr int sharedBytes(int stages) {
-        return attend_warps * stages * stage_bytes + 4 * exchange_numbers + rests_bytes +
-               queue_bytes;
+        return attend_warps * stages * Tile::stage_bytes + 4 * exchange_numbers + rests_bytes +
+               Tile::queue_bytes;
     }
 };
 
-// Stages that are filled in turn. All threads that fill a stage arrive at its barrier, and all that
-// have read it: each orders its own accesses.
+// Of a stage of a ring: the barriers that it has come and that the warps that compute have done
+// with it, and which tokens of the tile there are. All threads that fill a stage arrive at its
+// barrier, and all warps that have read it: each orders its own accesses.
+struct Stage {
+    std::uint64_t filled;
+    std::uint64_t consumed;
+    std::uint64_t present;
+};
+
+// Stages that are filled in turn.
 struct Ring {
     std::uint32_t tiles;
-    std::uint32_t filled;    // barriers: a stage has come
-    std::uint32_t consumed;  // barriers: the warps that compute have done with it
-    std::uint64_t* present;  // [stages]: which tokens of the tile there are
-    int stages;
+    Stage* stages;  // [count]
+    int count;
+
+    [[nodiscard]] __device__ __forceinline__ std::uint32_t filled(int stage) const {
+        return sharedAddress(&stages[stage].filled);
+    }
+    [[nodiscard]] __device__ __forceinline__ std::uint32_t consumed(int stage) const {
+        return sharedAddress(&stages[stage].consumed);
+    }
 };
 
 // A place in a ring, from stage to stage.
@@ -112,8 +135,8 @@ private:
 // Of the warp that takes units.
 class QueueWriter {
 public:
-    __device__ QueueWriter(const AttendLaunch& launch, const UnitQueue& queue)
-        : deal_(launch),
+    __device__ QueueWriter(const UnitDeal& deal, const UnitQueue& queue)
+        : deal_(deal),
           queue_(queue) {}
 
     __device__ void add() {
@@ -140,15 +163,16 @@ private:
     RingPlace place_;
 };
 
-// Fetches the tiles of a ring's leaves, in the order in which they will be wanted: for each leaf K
-// and V of its first tile, of its second, ... By one warp; that of the first ring takes the units.
+// Fetches the tiles of a ring's leaves, in the order in which they will be wanted: of each round
+// Shape::fetched_leaves from `leaf` on, and for each leaf K and V of its first tile, of its second,
+// ... By one warp; that of the first leaf takes the units.
 template <typename Shape>
 class TileFetcher {
 public:
-    __device__ TileFetcher(const AttendLaunch& launch, int leaf, const Ring& ring,
-                           const UnitQueue& queue)
+    __device__ TileFetcher(const AttendLaunch& launch, const UnitDeal& deal, int leaf,
+                           const Ring& ring, const UnitQueue& queue)
         : params_(launch.params),
-          writer_(launch, queue),
+          writer_(deal, queue),
           reader_(queue),
           leaf_number_(leaf),
           whole_tiles_(launch.params.pool.token_stride == Shape::row_bytes &&
@@ -161,10 +185,12 @@ public:
             const Unit* const unit = reader_.next();
             if (unit == nullptr) return;
             for (std::int64_t round = 0; round >> unit->round_bits == 0; ++round) {
-                const std::int64_t stripe =
-                    unit->stripeAt((unit->first_round + round) * attend_warps + leaf_number_,
-                                   params_.context_ranks);
-                if (unit->sees(stripe)) fetchLeaf(*unit, stripe);
+                const std::int64_t path = (unit->first_round + round) * attend_warps + leaf_number_;
+#pragma unroll 1
+                for (int leaf = 0; leaf < Shape::fetched_leaves; ++leaf) {
+                    const std::int64_t stripe = unit->stripeAt(path + leaf, params_.context_ranks);
+                    if (unit->sees(stripe)) fetchLeaf(*unit, stripe);
+                }
             }
             reader_.release();
         }
@@ -192,14 +218,13 @@ private:
         if ((stripe + 1) * stripe_tokens > unit.first_position) waitForLaunchBefore();
         for (step_ = 0; step_ < 2 * Shape::tiles; ++step_) {
             // At first all are free.
-            waitBarrier(ring_.consumed + static_cast<std::uint32_t>(place_.stage * 8),
-                        place_.phase ^ 1);
+            waitBarrier(ring_.consumed(place_.stage), place_.phase ^ 1);
             __syncwarp();
             if (whole_tiles_)
                 fetchWholeTile();
             else
                 fetchTile();
-            place_.advance(ring_.stages);
+            place_.advance(ring_.count);
         }
     }
 
@@ -244,7 +269,7 @@ private:
         return ring_.tiles + static_cast<std::uint32_t>(place_.stage * Shape::tile_bytes);
     }
     [[nodiscard]] __device__ std::uint32_t stageBarrier() const {
-        return ring_.filled + static_cast<std::uint32_t>(place_.stage * 8);
+        return ring_.filled(place_.stage);
     }
 
     // Which of the first tokens of a tile come before `end`.
@@ -275,7 +300,7 @@ private:
         if (__builtin_expect(count != Shape::tile_tokens && count != 0 && is_value, 0))
             clearRows(to, present);
         if (lane == 0) {
-            ring_.present[place_.stage] = present;
+            ring_.stages[place_.stage].present = present;
             const std::uint32_t barrier = stageBarrier();
             const bool with_scales = Shape::has_scales && !is_value && count != 0;
             // Scales of 8 tokens at a time.
@@ -294,7 +319,7 @@ private:
             arrive(stageBarrier());
         }
 #else
-        if (lane == 0) ring_.present[place_.stage] = present;
+        if (lane == 0) ring_.stages[place_.stage].present = present;
         constexpr int copies = Shape::tile_tokens * Shape::row_chunks / warp_size;
 #pragma unroll 4
         for (int i = 0; i < copies && count != 0; ++i) {
@@ -382,7 +407,7 @@ private:
             present |= std::uint64_t{__ballot_sync(all_lanes, sources[i] != nullptr)}
                        << i * warp_size;
         }
-        if (lane == 0) ring_.present[place_.stage] = present;
+        if (lane == 0) ring_.stages[place_.stage].present = present;
 #if __CUDA_ARCH__ >= 900
         if (is_value && present != 0 && present != Shape::tile_mask) clearRows(to, present);
         if (lane == 0)

@@ -1,4 +1,4 @@
-#include "kernels/cuda/attend_kernel.cuh"
+#include "kernels/cuda/attend_kernels.cuh"
 
 namespace kvgrid::cuda {
 

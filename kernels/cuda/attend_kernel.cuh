@@ -143,8 +143,7 @@ struct SharedParts {
     float* exchange_lse;
     uint2* rests;             // [row_tiles][steps][32]
     Unit* queue;              // [queue_slots]
-    std::uint64_t* barriers;  // of the queue [2][queue_slots]: filled, read; then
-                              // [4 rings][3][stages]: filled, consumed, present
+    std::uint64_t* barriers;  // of the queue [2][queue_slots]: filled, read; then the rings' stages
     int stages;
 
     __device__ SharedParts(std::byte* shared, int ring_stages)
@@ -161,9 +160,25 @@ struct SharedParts {
         return {queue, sharedAddress(barriers), sharedAddress(barriers + queue_slots)};
     }
     [[nodiscard]] __device__ Ring ring(int leaf) const {
-        std::uint64_t* const mine = barriers + 2 * queue_slots + leaf * 3 * stages;
-        return {sharedAddress(tiles + leaf * stages * Shape::tile_bytes), sharedAddress(mine),
-                sharedAddress(mine + stages), mine + 2 * stages, stages};
+        return {sharedAddress(tiles + leaf * stages * Shape::tile_bytes),
+                reinterpret_cast<Stage*>(barriers + 2 * queue_slots) + leaf * stages, stages};
+    }
+};
+
+// What the thread's two rows see of a leaf.
+template <typename Shape>
+struct RowsSeen {
+    SeenTokens rows[2];
+
+    [[nodiscard]] __device__ __forceinline__ bool all(int first) const {
+        bool all = true;
+#pragma unroll
+        for (const SeenTokens& row : rows)
+            all = all && first > row.above && first + Shape::tile_tokens - 1 <= row.last;
+        return all;
+    }
+    [[nodiscard]] __device__ __forceinline__ SeenTokens row(int, int e) const {
+        return rows[e];
     }
 };
 
@@ -171,25 +186,25 @@ struct SharedParts {
 template <typename Shape, typename LeafState>
 __device__ __forceinline__ void attendLeaf(LeafState& leaf, const Ring& ring, RingPlace& place,
                                            const AttendParams& params,
-                                           const typename LeafState::Seen (&seen)[2]) {
+                                           const RowsSeen<Shape>& seen) {
     leaf.clear();
 #pragma unroll 1
     for (int first = 0; first < stripe_tokens; first += Shape::tile_tokens) {
 #pragma unroll
         for (int part = 0; part < 2; ++part) {
-            waitBarrier(ring.filled + static_cast<std::uint32_t>(place.stage * 8), place.phase);
+            waitBarrier(ring.filled(place.stage), place.phase);
             __syncwarp();
             const std::uint32_t tile =
                 ring.tiles + static_cast<std::uint32_t>(place.stage * Shape::tile_bytes);
-            const std::uint64_t present = ring.present[place.stage];
+            const std::uint64_t present = ring.stages[place.stage].present;
             if (present != 0) {
                 if (part == 0)
-                    leaf.addScores(params, tile, present, first, seen);
+                    leaf.template addScores<1>(params, tile, present, first, seen);
                 else
-                    leaf.addValues(tile);
+                    leaf.template addValues<1>(tile);
             }
-            arrive(ring.consumed + static_cast<std::uint32_t>(place.stage * 8));
-            place.advance(ring.stages);
+            arrive(ring.consumed(place.stage));
+            place.advance(ring.count);
         }
     }
 }
@@ -206,10 +221,14 @@ __device__ __forceinline__ void foldLeaves(LeafState& leaf, bool has_leaf, int l
         syncThreads(Shape::computing_threads);  // what was written last has been read
         if (first == 0) {
             const int lane = static_cast<int>(threadIdx.x) % warp_size;
-            if (has_leaf)
-                leaf.finish(shared.exchange_lse + first_state);
-            else if (lane < product_rows)
+            if (has_leaf) {
+                leaf.finish();
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+                    if (lane < 4) shared.exchange_lse[first_state + lane * 2 + e] = leaf.lse(0, e);
+            } else if (lane < product_rows) {
                 shared.exchange_lse[first_state + lane] = empty_lse;
+            }
         }
         if (has_leaf) leaf.store(first, shared.exchange + first_state * Shape::exchange_stride);
         syncThreads(Shape::computing_threads);
@@ -226,7 +245,7 @@ __device__ __forceinline__ void computeUnits(
     const AttendLaunch& launch, const SharedParts<AttendShape<format, head_dim, row_tiles>>& shared,
     int leaf_number, int first_row) {
     using Shape = AttendShape<format, head_dim, row_tiles>;
-    using LeafState = Leaf<format, head_dim, row_tiles>;
+    using LeafState = Leaf<format, head_dim, Shape>;
     const AttendParams& params = launch.params;
     const int lane = static_cast<int>(threadIdx.x) % warp_size;
     const int group = params.query_heads / params.kv_heads;
@@ -260,15 +279,10 @@ __device__ __forceinline__ void computeUnits(
                 const bool has_leaf = unit.sees(stripe);
                 if (has_leaf) {
                     const std::int64_t begin = stripe * stripe_tokens;
-                    typename LeafState::Seen seen[2];
+                    RowsSeen<Shape> seen;
 #pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        const std::int64_t last =
-                            min(positions[e] - begin, std::int64_t{stripe_tokens});
-                        seen[e].above =
-                            static_cast<int>(max(first_seen[e] - begin - 1, std::int64_t{-1}));
-                        seen[e].last = static_cast<int>(max(last, std::int64_t{-1}));
-                    }
+                    for (int e = 0; e < 2; ++e)
+                        seen.rows[e] = seenOf(positions[e], first_seen[e], begin);
                     attendLeaf<Shape>(leaf, ring, place, params, seen);
                 }
                 foldLeaves(leaf, has_leaf, leaf_number, first_row, shared, state);
@@ -300,8 +314,8 @@ __global__ void __launch_bounds__(AttendShape<format, head_dim, row_tiles>::thre
     const int leaf_number = warp % attend_warps;
     if (warp < attend_warps && lane < launch.stages) {
         const Ring ring = shared.ring(leaf_number);
-        initBarrier(ring.filled + static_cast<std::uint32_t>(lane * 8), warp_size);
-        initBarrier(ring.consumed + static_cast<std::uint32_t>(lane * 8), row_tiles * warp_size);
+        initBarrier(ring.filled(lane), warp_size);
+        initBarrier(ring.consumed(lane), row_tiles * warp_size);
     }
     if (warp == 0 && lane < queue_slots) {
         const UnitQueue queue = shared.unitQueue();
@@ -323,28 +337,22 @@ __global__ void __launch_bounds__(AttendShape<format, head_dim, row_tiles>::thre
                                                   warp / attend_warps * product_rows);
     } else {
         giveRegisters<Shape::fetching_registers>();
-        TileFetcher<Shape>(launch, leaf_number, shared.ring(leaf_number), shared.unitQueue()).run();
+        TileFetcher<Shape>(launch, UnitDeal(launch, 0, 1), leaf_number, shared.ring(leaf_number),
+                           shared.unitQueue())
+            .run();
     }
 }
 
 template <NumberFormat format, int head_dim, int row_tiles>
 AttendKernel attendKernel() {
     using Shape = AttendShape<format, head_dim, row_tiles>;
-    return {head_dim,
-            Shape::tile_rows,
-            Shape::threads,
-            Shape::blocks_per_multiprocessor,
-            attend_kernel<format, head_dim, row_tiles>,
-            Shape::sharedBytes};
-}
-
-template <NumberFormat format>
-AttendKernels attendKernels() {
-    return {attendKernel<format, 64, 1>(),  attendKernel<format, 80, 1>(),
-            attendKernel<format, 96, 1>(),  attendKernel<format, 128, 1>(),
-            attendKernel<format, 256, 1>(), attendKernel<format, 64, 2>(),
-            attendKernel<format, 80, 2>(),  attendKernel<format, 96, 2>(),
-            attendKernel<format, 128, 2>(), attendKernel<format, 256, 2>()};
+    return {.head_dim = head_dim,
+            .tile_rows = Shape::tile_rows,
+            .threads = Shape::threads,
+            .blocks_per_multiprocessor = Shape::blocks_per_multiprocessor,
+            .most_stages = most_stages,
+            .function = attend_kernel<format, head_dim, row_tiles>,
+            .sharedBytes = Shape::sharedBytes};
 }
 
 }  // namespace kvgrid::cuda

@@ -13,15 +13,20 @@ struct AttendKernel {
     using Function = void(AttendLaunch);
 
     int head_dim = 0;
-    int tile_rows = 0;                  // 8; or 16, from sm_90 on
+    int tile_rows = 0;                  // query rows of a unit, at most
+    int teams = 1;                      // of a block of threads, each at a unit of its own
     int threads = 0;                    // of a block
     int blocks_per_multiprocessor = 1;  // of threads, at once
-    Function* function = nullptr;       // the __global__ function
+    int most_stages = 0;                // of a ring
+    // Of a state of a block of threads that waits in the workspace for its right half; 0: none
+    // does.
+    int state_bytes = 0;
+    Function* function = nullptr;  // the __global__ function
     // Of a block of threads with rings of so many stages.
     int (*sharedBytes)(int stages) = nullptr;
 };
 
-using AttendKernels = std::array<AttendKernel, 10>;
+using AttendKernels = std::array<AttendKernel, 24>;
 
 [[nodiscard]] AttendKernels fp16AttendKernels();
 [[nodiscard]] AttendKernels bf16AttendKernels();

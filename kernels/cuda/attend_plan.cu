@@ -81,11 +81,11 @@ __device__ __forceinline__ std::int64_t workOf(const Run& run, const RunShape& s
 }
 
 // log2 of the rounds of a unit of a run, where `left` rounds are left for it and the runs behind
-// it: up to twice a block of threads' share of them. As who is done takes the next unit, units may
-// be large while much is left, and become smaller towards the end, so that all end together.
-__device__ __forceinline__ int unitBits(const RunShape& shape, std::int64_t left, int blocks,
+// it: up to twice the share of one of `teams` of warps. As who is done takes the next unit, units
+// may be large while much is left, and become smaller towards the end, so that all end together.
+__device__ __forceinline__ int unitBits(const RunShape& shape, std::int64_t left, int teams,
                                         int least_bits) {
-    const std::int64_t rounds = 2 * left / blocks;
+    const std::int64_t rounds = 2 * left / teams;
     const int wanted = rounds < 2 ? 0 : 63 - __clzll(rounds);
     const int bits = max(max(wanted, least_bits), shape.round_bits - most_unit_bits);
     return min(bits, shape.round_bits);
@@ -97,9 +97,8 @@ __device__ Unit unitOf(const AttendLaunch& launch, const Run& run, const RunBegi
                        bool is_tree, std::int64_t index) {
     const AttendParams& params = launch.params;
     const int group = params.query_heads / params.kv_heads;
-    const int tile_rows = launch.tile_rows;
     Unit unit;
-    unit.shape = shapeOf(run, params, tile_rows);
+    unit.shape = shapeOf(run, params, launch.tile_rows);
     unit.round_bits = static_cast<int>(begin.unit_bits);
     const int cut_bits = unit.cutBits();
     const std::int64_t tiles = unit.shape.tiles;
@@ -114,9 +113,13 @@ __device__ Unit unitOf(const AttendLaunch& launch, const Run& run, const RunBegi
     unit.first_round = unit_of_tree << unit.round_bits;
     unit.first_position = run.first_position;
     unit.first_row = run.first_row;
-    unit.first_query = tile * tile_rows;
-    const std::int64_t queries = std::int64_t{run.rows} * group - unit.first_query;
-    unit.rows = static_cast<int>(queries < tile_rows ? queries : tile_rows);
+    // All tiles of a run are alike, but the last.
+    const std::int64_t all_queries = std::int64_t{run.rows} * group;
+    const std::int64_t rows =
+        ((all_queries + tiles - 1) / tiles + product_rows - 1) / product_rows * product_rows;
+    unit.first_query = tile * rows;
+    const std::int64_t queries = all_queries - unit.first_query;
+    unit.rows = static_cast<int>(queries < rows ? queries : rows);
     unit.first_seen = firstSeen(run.first_position + unit.first_query / group, params.window);
     unit.last_position = run.first_position + (unit.first_query + unit.rows - 1) / group;
     // Of a whole tree they mean nothing.
@@ -174,7 +177,7 @@ __device__ RunBegin cutRuns(const AttendLaunch& launch, std::int64_t work, int l
         std::int64_t sum;
         const std::int64_t left = work - work_before - sumBefore(mine_work, sum) - mine_work / 2;
         work_before += sum;
-        RunBegin mine{0, 0, 0, unitBits(shape, left, launch.blocks, least_bits)};
+        RunBegin mine{0, 0, 0, unitBits(shape, left, launch.blocks * launch.teams, least_bits)};
         const std::int64_t trees = shape.trees(params.kv_heads);
         const auto cut_bits = static_cast<int>(shape.round_bits - mine.unit_bits);
         mine.units = trees << cut_bits;
@@ -219,6 +222,8 @@ __global__ void __launch_bounds__(threads)
     // attendPlanBytes makes room for all that can be. Were it wrong, the device had better fail.
     if (end.units > launch.plan.unit_capacity || end.slots > launch.slots || end.trees > most_trees)
         __trap();
+    // So does the workspace for what waits there, unless a sequence is longer than its table.
+    if (launch.fold != nullptr && largest_bits + 1 > launch.fold_levels) __trap();
     const auto units = static_cast<int>(end.units);
     const auto trees = static_cast<int>(end.trees);
     const auto unitAt = [&](int item) {
@@ -276,7 +281,8 @@ std::size_t bytesOf(std::int64_t units, std::int64_t runs) {
 std::size_t attendPlanBytes(std::int64_t rows, std::int64_t runs, int query_heads) {
     // Whole trees: a tile of each KV head for 8 query rows, and one more a run.
     const std::int64_t tiles = rows * query_heads / product_rows + runs * query_heads;
-    return bytesOf(tiles + most_slots, runs);
+    // Of two plans (ops.h).
+    return 2 * ((bytesOf(tiles + most_slots, runs) + 15) / 16 * 16);
 }
 
 PlanView planView(void* plan, std::size_t bytes) {

@@ -2,8 +2,9 @@
 // the device, once for all layers: nothing of it comes from the host, so that a captured launch
 // follows the runs.
 //
-//   tile    8 or 16 query rows: rows of a run times query heads of a KV head, in order of row, then
-//           head
+//   tile    up to 8 query rows, or 16, ... 128, as the kernel has it: rows of a run times query
+//   heads
+//           of a KV head, in order of row, then head, in tiles of one size
 //   tree    the states of a tile and KV head over the run's stripes, as attention_state.h folds
 //           them
 //   path    a leaf's place in its tree: the choices from the root down, left 0, most significant
@@ -11,8 +12,9 @@
 //           highest first). Levels of which one half is empty in the whole run are left out:
 //           merging the empty state changes nothing. So a run that sees at most 64 stripes has no
 //           bits of n: a lane has one stripe.
-//   round   4 neighbouring leaves, which the 4 warps of a block of threads compute at a time
-//   unit    an aligned subtree of 2^k rounds of a tree, which a block of threads folds on chip
+//   round   4 neighbouring leaves, which in attend_kernel 4 warps compute at a time
+//   unit    an aligned subtree of 2^k rounds of a tree, which a block of threads (or a team of its
+//           warps) folds by itself
 //
 // A tree of one unit goes straight to the output; units of larger ones go to slots of the
 // workspace. Up to 16 of them are folded by who stores the last (attend_fold.cuh), more by
@@ -31,6 +33,7 @@ namespace kvgrid::cuda {
 
 inline constexpr int attend_warps = 4;
 inline constexpr int product_rows = 8;  // query rows of a matrix product
+inline constexpr int most_tile_rows = 128;
 inline constexpr int queue_slots = 3;
 inline constexpr int most_stages = 8;           // of a ring
 inline constexpr int most_round_bits = 24;      // of a unit
@@ -49,7 +52,7 @@ __host__ __device__ constexpr std::int64_t slotNumbers(int tile_rows, int head_d
 }
 
 // Numbers of the workspace are counted by an int.
-static_assert(most_slots * slotNumbers(2 * product_rows, 256) < std::int64_t{1} << 31);
+static_assert(most_slots * slotNumbers(most_tile_rows, 256) < std::int64_t{1} << 31);
 
 // One run, as it is cut.
 struct RunShape {
@@ -174,7 +177,7 @@ __device__ __forceinline__ std::int64_t outputRow(const AttendParams& params, co
 // What attend_plan_kernel writes.
 struct PlanHeader {
     std::int32_t units = 0;
-    // Of them, by this launch of attend_kernel, beside one a block; 0 between launches.
+    // Of them, by this launch of attend_kernel, beside one a team; 0 between launches.
     std::int32_t taken = 0;
     std::int32_t trees = 0;       // that attend_fold_kernel folds
     std::int32_t most_units = 0;  // of one of those
@@ -206,31 +209,38 @@ __device__ __forceinline__ Unit loadUnit(const Unit* from) {
 struct AttendLaunch {
     AttendParams params;
     PlanView plan;
-    int blocks = 0;          // of threads, of attend_kernel
-    int tile_rows = 0;       // 8 or 16
-    int stages = 0;          // of a ring: each a tile of K or V
-    bool folds = false;      // attend_fold_kernel follows
-    std::int64_t slots = 0;  // that the workspace holds
+    int blocks = 0;             // of threads, of the kernel
+    int teams = 1;              // of a block, each at a unit of its own (attend_rows_kernel.cuh)
+    int tile_rows = 0;          // at most
+    int stages = 0;             // of a ring: each a tile of K or V
+    bool folds = false;         // attend_fold_kernel follows
+    std::int64_t slots = 0;     // that the workspace holds
+    std::byte* fold = nullptr;  // where attend_rows_kernel folds: [blocks][fold_levels] states
+    int fold_levels = 0;
 };
 
-// Which unit a block of threads does next, by the largest first. Multiprocessors read at different
-// speeds, so who is done takes the next.
+// Which unit a team of warps (a block of threads, or a part of it) does next, by the largest first.
+// Multiprocessors read at different speeds, so who is done takes the next.
 class UnitDeal {
 public:
-    __device__ explicit UnitDeal(const AttendLaunch& launch) : launch_(launch) {}
+    // For team number `team` of `teams` in the block.
+    __device__ UnitDeal(const AttendLaunch& launch, int team, int teams)
+        : launch_(launch),
+          player_(team * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x)),
+          players_(teams * static_cast<int>(gridDim.x)) {}
 
     // The next unit; null after the last, behind which it is not called again. By one thread.
     __device__ __forceinline__ const Unit* next() {
         PlanHeader& header = *launch_.plan.header;
         const int units = header.units;
-        int index = static_cast<int>(blockIdx.x);
+        int index = player_;
         if (!is_first_) {
             // The launch before takes from the same counter.
             waitForLaunchBefore();
             const int taken = atomicAdd(&header.taken, 1);
-            // Every block of threads that had one comes here until there is no more: the last.
+            // Every team that had one comes here until there is no more: the last.
             if (taken == units - 1) header.taken = 0;
-            index = static_cast<int>(gridDim.x) + taken;
+            index = players_ + taken;
         }
         is_first_ = false;
         return index < units ? launch_.plan.units + index : nullptr;
@@ -238,6 +248,8 @@ public:
 
 private:
     const AttendLaunch& launch_;
+    int player_;
+    int players_;
     bool is_first_ = true;
 };
 

@@ -14,6 +14,13 @@ namespace kvgrid::cuda {
 inline constexpr int warp_size = 32;
 inline constexpr unsigned all_lanes = 0xFFFFFFFFU;
 
+// The same value, which the compiler takes for a new one: what follows from it is worked out where
+// it is wanted, seldom, and takes no register before.
+[[nodiscard]] __device__ __forceinline__ std::uint32_t readAnew(std::uint32_t value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
 [[nodiscard]] __device__ __forceinline__ std::uint32_t sharedAddress(const void* pointer) {
     return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
 }

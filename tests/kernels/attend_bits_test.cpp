@@ -103,7 +103,7 @@ TYPED_TEST(AttendBitsTest, MoreThreadsThanTheWorkspaceHasParts) {
 // token.
 TYPED_TEST(AttendBitsTest, SeveralTokensEqualOneByOne) {
     for (const NumberFormat format : kv_formats)
-        for (const int group : {1, 2, 3, 4, 5, 9, 71}) {
+        for (const int group : {1, 2, 3, 4, 5, 9, 48, 71, 128}) {
             const Model model{
                 .format = format, .query_heads = group, .kv_heads = 1, .head_dim = 64};
             const PagedWorld world(*this->device_, model, {.block_size = 16},
@@ -117,6 +117,52 @@ TYPED_TEST(AttendBitsTest, SeveralTokensEqualOneByOne) {
                            {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 410 + row}})))
                     << "group " << group << " row " << row;
         }
+}
+
+// How many rows a run is said to have at most decides how the work is cut.
+TYPED_TEST(AttendBitsTest, RowsOfRunsSaidToBeFewerOrMore) {
+    const Runs runs{{.slot = 0, .rows = 300, .first_row = 0, .first_position = 1000},
+                    {.slot = 1, .rows = 1, .first_row = 300, .first_position = 776},
+                    {.slot = 2, .rows = 17, .first_row = 301, .first_position = 0}};
+    for (const NumberFormat format : kv_formats)
+        for (const int head_dim : {64, 80, 96, 128, 256}) {
+            const Model model{
+                .format = format, .query_heads = 6, .kv_heads = 2, .head_dim = head_dim};
+            const PagedWorld world(*this->device_, model, {.block_size = 16},
+                                   {{.id = 0, .length = 1300, .absent_blocks = {3, 4, 17, 63}},
+                                    {.id = 1, .length = 777},
+                                    {.id = 2, .length = 17}});
+            const States expected = attend(world, runs, {.run_rows = 1});
+            for (const std::int64_t run_rows : {5, 10, 21, 300})
+                EXPECT_TRUE(sameBits(expected, attend(world, runs, {.run_rows = run_rows})))
+                    << "head dim " << head_dim << ", " << run_rows << " rows";
+        }
+}
+
+// The same over trees with lanes of several stripes, that a window begins within, of all lanes or
+// some, folded by one thread or cut.
+TYPED_TEST(AttendBitsTest, RowsOfRunsOverLongContexts) {
+    const Model model{.query_heads = 3, .kv_heads = 1, .head_dim = 64, .softcap = 20.0F};
+    constexpr std::int64_t length = (64 * 2 + 9) * 256 + 17;
+    const Runs runs{{.slot = 1, .rows = 60, .first_row = 0, .first_position = length - 60}};
+    for (const int threads : {1, 4}) {
+        const auto device = TestFixture::Make::makeParallel(threads);
+        const PagedWorld world(*device, model, {.block_size = 256},
+                               {{.id = 0, .length = 1}, {.id = 1, .length = length}});
+        for (const std::int64_t window : {0, 200, 5000, 20'000})
+            for (const int ranks : {1, 2, 32}) {
+                AttendOptions options{
+                    .window = window, .context_rank = 1 % ranks, .context_ranks = ranks};
+                options.run_rows = 1;
+                const States expected = attend(world, runs, options);
+                for (const std::int64_t run_rows : {9, 20, 60}) {
+                    options.run_rows = run_rows;
+                    EXPECT_TRUE(sameBits(expected, attend(world, runs, options)))
+                        << threads << " threads, window " << window << ", " << ranks << " ranks, "
+                        << run_rows << " rows";
+                }
+            }
+    }
 }
 
 // Query heads of a group and KV heads are computed as if each were alone.

@@ -183,6 +183,7 @@ public:
                    .runs = buffers_[1].as<Run>(),
                    .run_count = run_count,
                    .max_position = longest - 1,
+                   .run_rows = shape.rows,
                    .tables = {buffers_[0].as<std::int32_t>(), columns_},
                    .pool = view,
                    .out = buffers_[3].as<float>(),

@@ -41,6 +41,11 @@ TYPED_TEST(AttendTest, GroupsFrom1To128) {
     for (const int group : {1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 17, 18, 71, 127, 128})
         this->checkDecode({.query_heads = 2 * group, .kv_heads = 2, .head_dim = 64}, {}, {3, 290});
     this->checkDecode({.query_heads = 128, .kv_heads = 1, .head_dim = 256}, {}, {270});
+    for (const NumberFormat format : kv_formats)
+        for (const int group : {20, 48, 71, 128})
+            this->checkDecode(
+                {.format = format, .query_heads = group, .kv_heads = 1, .head_dim = 128}, {},
+                {3, 290, 1100});
 }
 
 // Where blocks, stripes and the lanes' second and third rounds begin.
@@ -65,6 +70,24 @@ TYPED_TEST(AttendTest, SeveralTokensAreCausal) {
         expectOracle(world, states, row, 1, row);
     for (std::int64_t row = 0; row < 100; row += 7)
         expectOracle(world, states, 40 + row, 0, 470 + row);
+}
+
+// New tokens from one stripe to three, behind a context and from the start.
+TYPED_TEST(AttendTest, PromptsAreCausal) {
+    for (const NumberFormat format : kv_formats)
+        for (const int head_dim : {80, 128, 256}) {
+            const Model model{
+                .format = format, .query_heads = 4, .kv_heads = 1, .head_dim = head_dim};
+            const PagedWorld world(*this->device_, model, {},
+                                   {{.id = 0, .length = 700}, {.id = 1, .length = 1500}});
+            const States states =
+                attend(world, {{.slot = 0, .rows = 700, .first_row = 0, .first_position = 0},
+                               {.slot = 1, .rows = 300, .first_row = 700, .first_position = 1200}});
+            for (const std::int64_t row : {0, 1, 31, 32, 255, 256, 300, 511, 513, 699})
+                expectOracle(world, states, row, 0, row);
+            for (const std::int64_t row : {0, 17, 79, 80, 200, 299})
+                expectOracle(world, states, 700 + row, 1, 1200 + row);
+        }
 }
 
 // vllm#57156: unused blocks and tails are NaN in every test here; this one has nothing else around

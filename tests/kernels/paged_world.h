@@ -309,7 +309,8 @@ struct AttendOptions {
     std::int64_t window = 0;
     int context_rank = 0;
     int context_ranks = 1;
-    std::int64_t rows = 0;  // of q and out; 0: as many as the runs have
+    std::int64_t rows = 0;      // of q and out; 0: as many as the runs have
+    std::int64_t run_rows = 0;  // that attend is told of; 0: those of the longest run
 };
 
 // Runs attend for `runs`. q of a row is the model's, for the run's sequence and position.
@@ -318,8 +319,10 @@ inline States attend(const PagedWorld& world, const Runs& runs, const AttendOpti
     const Model& model = world.model();
     std::int64_t rows = options.rows;
     std::int64_t last = 0;
+    std::int64_t run_rows = 1;
     for (const Run& run : runs) {
         rows = std::max(rows, run.first_row + run.rows);
+        run_rows = std::max<std::int64_t>(run_rows, run.rows);
         last = std::max(last, run.first_position + run.rows - 1);
     }
     const auto states = static_cast<std::size_t>(rows * model.query_heads);
@@ -351,6 +354,7 @@ inline States attend(const PagedWorld& world, const Runs& runs, const AttendOpti
                               .runs = device_runs.data(),
                               .run_count = static_cast<std::int64_t>(runs.size()),
                               .max_position = last,
+                              .run_rows = options.run_rows > 0 ? options.run_rows : run_rows,
                               .context_rank = options.context_rank,
                               .context_ranks = options.context_ranks,
                               .tables = world.tables(),
