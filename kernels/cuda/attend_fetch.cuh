@@ -1,5 +1,5 @@
-// How K and V come into shared memory, ahead of the arithmetic: for each of the four leaves that a
-// block of threads computes at a time, a warp of its own keeps tiles coming into a ring. From sm_90
+// How K and V come into shared memory, ahead of the arithmetic: for each of the leaves that a block
+// of threads computes at a time, a warp of its own keeps tiles coming into a ring. From sm_90
 // on rows that lie behind each other come as one bulk copy; before, 16 bytes a thread.
 #pragma once
 

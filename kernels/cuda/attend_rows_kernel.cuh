@@ -270,8 +270,8 @@ private:
     unsigned waits_ = 0;  // bit of a level: a state waits there
 };
 
-// What a warp knows of its unit's states: where their rows go, and maybe the fold of their tree. By
-// each warp, for its own rows.
+// To the output when the unit is its tree, else to its slot of the workspace, where its tree may be
+// folded. By each warp, for the rows from first_row on that are its own.
 template <NumberFormat format, int head_dim>
 __device__ __forceinline__ void storeRows(
     const AttendLaunch& launch, const Unit& unit, int first_row, bool has_state,
