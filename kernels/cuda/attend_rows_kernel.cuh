@@ -35,9 +35,9 @@ struct AttendRowsShape : TileShape<format, head_dim> {
     static_assert(block_rows <= most_tile_rows);
     static constexpr int fetched_leaves = attend_warps;
     static constexpr bool keeps_rests = true;
-    // The launch gives all the same. Long queries with rests take more.
+    // The launch gives all the same. Two tiles of long queries with rests take more.
     static constexpr int launch_registers = 168;
-    static constexpr bool is_tight = Tile::splits_queries && head_dim >= 128;
+    static constexpr bool is_tight = Tile::splits_queries && head_dim == 128;
     static constexpr int computing_registers = is_tight ? 232 : 208;
     static constexpr int fetching_registers = is_tight ? 40 : 88;
     // What the computing warps wait for must be there.
