@@ -234,6 +234,9 @@ std::int64_t foldBytes(const AttendParams& params, const AttendKernel& kernel,
                : std::int64_t{blocksOf(kernel, device)} * foldLevels(params) * kernel.state_bytes;
 }
 
+// Two tiles of attend_kernel are faster than one of attend_rows_kernel.
+constexpr std::int64_t most_rows_of_small_tiles = 32;
+
 // The kernel whose tiles hold the rows of a run of `run_rows` best: all of them in the smallest
 // tile, or as many as can be.
 AttendKernel kernelFor(const AttendParams& params, std::int64_t run_rows,
@@ -248,19 +251,15 @@ AttendKernel kernelFor(const AttendParams& params, std::int64_t run_rows,
         const bool better = best.tile_rows < rows
                                 ? kernel.tile_rows > best.tile_rows
                                 : kernel.tile_rows >= rows && kernel.tile_rows < best.tile_rows;
-        if (kernel.head_dim == params.head_dim && better &&
-            (kernel.state_bytes == 0 ||
-             (fits(kernel, shared) && foldBytes(params, kernel, device) <= workspace)))
-            best = kernel;
+        const bool can =
+            kernel.state_bytes == 0 || (rows > most_rows_of_small_tiles && fits(kernel, shared) &&
+                                        foldBytes(params, kernel, device) <= workspace);
+        if (kernel.head_dim == params.head_dim && better && can) best = kernel;
     }
     if (best.tile_rows == 0)
         throw Error(ErrorCode::internal, "attend: head dim " + std::to_string(params.head_dim));
     return best;
 }
-
-}  // namespace
-
-namespace {
 
 // Several kernels may be the same function with shared memory of their own: it gets the most.
 void loadKernels(const AttendKernels& kernels, const SharedMemory& shared) {
@@ -324,9 +323,9 @@ AttendLaunch launchOf(const AttendParams& params, const AttendKernel& kernel,
         room = (room - foldBytes(params, kernel, device)) / 16 * 16;
         launch.fold = static_cast<std::byte*>(params.workspace) + room;
     }
-    // A tree has at most one round for each 1,024 positions, rounded up to a power of two.
-    constexpr std::int64_t round_tokens = attend_warps * stripe_tokens;
-    launch.folds = params.max_position >= round_tokens << small_tree_bits;
+    // Up to 64 stripes a tree has at most 16 rounds, with a window too.
+    static_assert(lane_count <= attend_warps << small_tree_bits);
+    launch.folds = params.max_position >= lane_count * stripe_tokens;
     launch.slots = std::min(most_slots, room / (slotNumbers(kernel.tile_rows, params.head_dim) *
                                                 static_cast<std::int64_t>(sizeof(float))));
     return launch;

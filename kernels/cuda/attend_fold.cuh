@@ -149,10 +149,14 @@ __device__ __forceinline__ bool isLast(std::uint32_t* counter, std::uint32_t mem
     if (threadIdx.x % warp_size == 0) {
         __threadfence();
         before = atomicAdd(counter, 1U);
-        if (before + 1 == members) *counter = 0;  // for the next launch
-        __threadfence();
+        if (before + 1 == members) {
+            *counter = 0;  // for the next launch
+            __threadfence();
+        }
     }
-    return __shfl_sync(all_lanes, before, 0) + 1 == members;
+    before = __shfl_sync(all_lanes, before, 0);
+    __syncwarp();
+    return before + 1 == members;
 }
 
 // Called by all lanes of a warp that has stored its query rows of a unit, `rows` of them from

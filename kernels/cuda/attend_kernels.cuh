@@ -13,8 +13,6 @@ AttendKernels attendKernels() {
             attendKernel<format, 256, 1>(),     attendKernel<format, 64, 2>(),
             attendKernel<format, 80, 2>(),      attendKernel<format, 96, 2>(),
             attendKernel<format, 128, 2>(),     attendKernel<format, 256, 2>(),
-            attendRowsKernel<format, 64, 4>(),  attendRowsKernel<format, 80, 4>(),
-            attendRowsKernel<format, 96, 4>(),  attendRowsKernel<format, 128, 4>(),
             attendRowsKernel<format, 64, 2>(),  attendRowsKernel<format, 80, 2>(),
             attendRowsKernel<format, 96, 2>(),  attendRowsKernel<format, 128, 2>(),
             attendRowsKernel<format, 256, 2>(), attendRowsKernel<format, 64, 1>(),

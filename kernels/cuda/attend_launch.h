@@ -26,7 +26,7 @@ struct AttendKernel {
     int (*sharedBytes)(int stages) = nullptr;
 };
 
-using AttendKernels = std::array<AttendKernel, 24>;
+using AttendKernels = std::array<AttendKernel, 20>;
 
 [[nodiscard]] AttendKernels fp16AttendKernels();
 [[nodiscard]] AttendKernels bf16AttendKernels();

@@ -70,25 +70,29 @@ __device__ std::int64_t sumBefore(std::int64_t value, std::int64_t& total) {
     return before + upTo - value;
 }
 
-// Rounds of a run that have something to do, about.
+// Rounds of a tree that have something to do, about. Behind a window neighbouring stripes lie in
+// rounds of their own.
 __device__ __forceinline__ std::int64_t workOf(const Run& run, const RunShape& shape,
                                                const AttendParams& params) {
     if (run.rows == 0) return 0;
     const std::int64_t stripes =
         (run.first_position + run.rows - 1) / stripe_tokens + 1 - shape.first_stripe;
-    const std::int64_t of_round = std::int64_t{attend_warps} * params.context_ranks;
-    return (stripes + of_round - 1) / of_round * shape.trees(params.kv_heads);
+    const std::int64_t leaves = (stripes + params.context_ranks - 1) / params.context_ranks;
+    return shape.first_stripe == 0 ? (leaves + attend_warps - 1) / attend_warps
+                                   : min(leaves, std::int64_t{1} << shape.round_bits);
 }
 
-// log2 of the rounds of a unit of a run, where `left` rounds are left for it and the runs behind
-// it: up to twice the share of one of `teams` of warps. As who is done takes the next unit, units
-// may be large while much is left, and become smaller towards the end, so that all end together.
-__device__ __forceinline__ int unitBits(const RunShape& shape, std::int64_t left, int teams,
-                                        int least_bits) {
-    const std::int64_t rounds = 2 * left / teams;
-    const int wanted = rounds < 2 ? 0 : 63 - __clzll(rounds);
-    const int bits = max(max(wanted, least_bits), shape.round_bits - most_unit_bits);
-    return min(bits, shape.round_bits);
+// log2 of the rounds of a unit of a run, of whose trees each has `work` rounds with something to
+// do, where `left` such rounds are left for it and the runs behind it: up to twice the share of one
+// of `teams` of warps. As who is done takes the next unit, units may be large while much is left,
+// and become smaller towards the end, so that all end together.
+__device__ __forceinline__ int unitBits(const RunShape& shape, std::int64_t work, std::int64_t left,
+                                        int teams, int least_bits) {
+    const std::int64_t share = 2 * left / teams;
+    const int share_bits = share < 2 ? 0 : 63 - __clzll(share);
+    const int empty_bits = shape.first_stripe == 0 ? 0 : shape.round_bits - bitsFor(work);
+    const int least = max(least_bits, shape.round_bits - most_unit_bits);
+    return min(max(share_bits + empty_bits, least), shape.round_bits);
 }
 
 // A unit of a run, or (unit_of_tree 0 of) a tree. Tiles vary fastest, so that blocks of threads
@@ -169,15 +173,17 @@ __device__ RunBegin cutRuns(const AttendLaunch& launch, std::int64_t work, int l
     for (std::int64_t first = 0; first < params.run_count; first += threads) {
         const std::int64_t i = first + threadIdx.x;
         RunShape shape{};
-        std::int64_t mine_work = 0;
+        std::int64_t tree_work = 0;
         if (i < params.run_count) {
             shape = shapeOf(params.runs[i], params, launch.tile_rows);
-            mine_work = workOf(params.runs[i], shape, params);
+            tree_work = workOf(params.runs[i], shape, params);
         }
+        const std::int64_t mine_work = tree_work * shape.trees(params.kv_heads);
         std::int64_t sum;
         const std::int64_t left = work - work_before - sumBefore(mine_work, sum) - mine_work / 2;
         work_before += sum;
-        RunBegin mine{0, 0, 0, unitBits(shape, left, launch.blocks * launch.teams, least_bits)};
+        RunBegin mine{0, 0, 0,
+                      unitBits(shape, tree_work, left, launch.blocks * launch.teams, least_bits)};
         const std::int64_t trees = shape.trees(params.kv_heads);
         const auto cut_bits = static_cast<int>(shape.round_bits - mine.unit_bits);
         mine.units = trees << cut_bits;
@@ -207,8 +213,10 @@ __global__ void __launch_bounds__(threads)
     if (thread == 0) most_units = 0;
 
     std::int64_t work = 0;
-    for (std::int64_t i = thread; i < params.run_count; i += threads)
-        work += workOf(params.runs[i], shapeOf(params.runs[i], params, launch.tile_rows), params);
+    for (std::int64_t i = thread; i < params.run_count; i += threads) {
+        const RunShape shape = shapeOf(params.runs[i], params, launch.tile_rows);
+        work += workOf(params.runs[i], shape, params) * shape.trees(params.kv_heads);
+    }
     work = blockSum(work);
     // As fine as the slots allow.
     RunBegin end{};

@@ -4,9 +4,8 @@
 // Where attend_kernel gives each warp a leaf of its own, here all warps of a team compute one leaf,
 // each for query rows of its own, from the same tiles of K and V: what came into shared memory once
 // is multiplied with all rows of the tile, and what a warp loaded into registers once with its two
-// query tiles (attend_leaf.cuh). A block of threads has one team of eight warps, or two of four, or
-// four of two, as the tile wants; each team has a ring, which a warp of its own fills, and units of
-// its own.
+// query tiles (attend_leaf.cuh). A block of threads has one team of eight warps, or two of four, as
+// the tile wants; each team has a ring, which a warp of its own fills, and units of its own.
 //
 // A warp goes through its unit's leaves in order of their paths and folds them alone, without a
 // word to the others: the state of a left half waits until that of its right half is there. The

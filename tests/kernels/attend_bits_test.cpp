@@ -43,11 +43,19 @@ TYPED_TEST(AttendBitsTest, BlockSizesLayoutsAndTables) {
     }
 }
 
+// Trees that are not cut, cut into few and into many units; of 8 and of 16 rows.
 TYPED_TEST(AttendBitsTest, Threads) {
+    struct Heads {
+        int query_heads, kv_heads, head_dim;
+    };
     for (const NumberFormat format : kv_formats)
-        for (const int head_dim : {64, 80, 128}) {
-            const Model model{
-                .format = format, .query_heads = 4, .kv_heads = 2, .head_dim = head_dim};
+        for (const auto& [query_heads, kv_heads, head_dim] :
+             {Heads{4, 2, 64}, Heads{4, 2, 80}, Heads{3, 1, 96}, Heads{4, 2, 128}, Heads{3, 1, 256},
+              Heads{13, 1, 64}, Heads{15, 1, 128}}) {
+            const Model model{.format = format,
+                              .query_heads = query_heads,
+                              .kv_heads = kv_heads,
+                              .head_dim = head_dim};
             const std::vector<Sequence> sequences{{.id = 0, .length = 18000},
                                                   {.id = 1, .length = 300}};
             const Runs runs{{.slot = 0, .rows = 1, .first_row = 0, .first_position = 17999},
@@ -58,7 +66,7 @@ TYPED_TEST(AttendBitsTest, Threads) {
                 results.push_back(attend(PagedWorld(*device, model, {}, sequences), runs));
             }
             for (const States& result : results)
-                EXPECT_TRUE(sameBits(results[0], result));
+                EXPECT_TRUE(sameBits(results[0], result)) << query_heads << " x " << head_dim;
         }
 }
 
