@@ -134,7 +134,8 @@ struct AttendParams {
     std::int64_t run_count = 0;
     // The largest position of any row, or more: bounds the work, not the result.
     std::int64_t max_position = 0;
-    // The most rows of a run, as far as the host knows: how the work is cut, not the result.
+    // Rows that every run has at least, as far as the host knows: how the work is cut, not the
+    // result. Tiles for long runs would serve a run of one row badly.
     std::int64_t run_rows = 1;
     int context_rank = 0;
     int context_ranks = 1;

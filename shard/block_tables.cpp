@@ -76,7 +76,7 @@ void StepRuns::apply(std::span<const RunRecord> runs, StagingRing& staging, Stre
     runs_.clear();
     rows_ = 0;
     max_position_ = -1;
-    most_rows_ = 0;
+    least_rows_ = 0;
     for (const RunRecord& run : runs) {
         runs_.push_back({.slot = run.slot,
                          .rows = run.rows,
@@ -84,7 +84,7 @@ void StepRuns::apply(std::span<const RunRecord> runs, StagingRing& staging, Stre
                          .first_position = run.first_position});
         rows_ += run.rows;
         max_position_ = std::max(max_position_, run.first_position + run.rows - 1);
-        most_rows_ = std::max<std::int64_t>(most_rows_, run.rows);
+        least_rows_ = least_rows_ == 0 ? run.rows : std::min<std::int64_t>(least_rows_, run.rows);
     }
     // Behind them, where the last step had more, come runs of 0 rows.
     const std::size_t count = runs_.size();

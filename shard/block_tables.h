@@ -64,8 +64,9 @@ public:
     [[nodiscard]] std::int64_t rows() const noexcept { return rows_; }
     [[nodiscard]] std::int64_t maxPosition() const noexcept {
         return max_position_;
-    }                                                                            // -1 without rows
-    [[nodiscard]] std::int64_t mostRows() const noexcept { return most_rows_; }  // of a run
+    }  // -1 without rows
+    // Of the shortest run; 0 without.
+    [[nodiscard]] std::int64_t leastRows() const noexcept { return least_rows_; }
 
 private:
     explicit StepRuns(Buffer device_runs) : device_runs_(std::move(device_runs)) {}
@@ -73,7 +74,7 @@ private:
     std::vector<Run> runs_;
     std::int64_t rows_ = 0;
     std::int64_t max_position_ = -1;
-    std::int64_t most_rows_ = 0;
+    std::int64_t least_rows_ = 0;
     Buffer device_runs_;
 };
 

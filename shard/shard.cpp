@@ -237,7 +237,7 @@ Shard::Extent Shard::extent(StreamView stream) const {
                 .rows = rows(),
                 .runs = static_cast<std::int64_t>(runs().size()),
                 .max_position = runs_.maxPosition(),
-                .run_rows = runs_.mostRows()};
+                .run_rows = runs_.leastRows()};
     }
     const std::int64_t rows_at_most = std::max(rows(), capture_rows_);
     return {.capturing = true,

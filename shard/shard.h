@@ -69,7 +69,7 @@ public:
         std::int64_t rows = 0;
         std::int64_t runs = 0;
         std::int64_t max_position = -1;
-        std::int64_t run_rows = 1;  // of the longest run; 1 in a capture, which is for decoding
+        std::int64_t run_rows = 1;  // of the shortest run; 1 in a capture, which is for decoding
     };
     [[nodiscard]] Extent extent(StreamView stream) const;
     void setCaptureRows(std::int64_t rows) noexcept { capture_rows_ = rows; }
