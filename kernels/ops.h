@@ -224,7 +224,8 @@ struct Operations {
     // How attend will cut the work, into the plan: once for all layers, whenever the runs or what
     // they say has changed. Parameters as in the attends that follow (q, out, lse, what is in the
     // tables, and layer do not matter), but run_count, which may be less. The plan is also one for
-    // attends with run_rows = 1, as captured launches have it.
+    // attends with run_rows = 1, as captured launches have it; other run_rows than these two are an
+    // error. So is a position behind a sequence's table.
     void (*planAttend)(const AttendParams&, StreamView);
     // May begin while the launch before it still runs: the plan, the runs, the tables, and K and V
     // of positions before a run's first, must be there when that one begins. planAttend, or an

@@ -220,9 +220,10 @@ int blocksOf(const AttendKernel& kernel, const CudaDevice& device) {
 // Levels of a fold that wait in the workspace, of the longest sequence that the tables have.
 int foldLevels(const AttendParams& params) {
     const std::int64_t stripes =
-        params.tables.stride * params.pool.block_size / stripe_tokens + lane_count;
-    int levels = 5;  // lanes, without that of single leaves
-    while (stripes / lane_count >> (levels - 5) != 0)
+        (params.tables.stride * params.pool.block_size + stripe_tokens - 1) / stripe_tokens;
+    constexpr int of_lanes = 5;  // without that of single leaves
+    int levels = of_lanes;
+    while (std::int64_t{lane_count} << (levels - of_lanes) < stripes)
         ++levels;
     return levels;
 }
@@ -251,9 +252,10 @@ AttendKernel kernelFor(const AttendParams& params, std::int64_t run_rows,
         const bool better = best.tile_rows < rows
                                 ? kernel.tile_rows > best.tile_rows
                                 : kernel.tile_rows >= rows && kernel.tile_rows < best.tile_rows;
-        const bool can =
-            kernel.state_bytes == 0 || (rows > most_rows_of_small_tiles && fits(kernel, shared) &&
-                                        foldBytes(params, kernel, device) <= workspace);
+        // Before sm_90 a warp that copies 16 bytes a thread would not feed eight.
+        const bool can = kernel.state_bytes == 0 ||
+                         (rows > most_rows_of_small_tiles && device.overlapsLaunches() &&
+                          fits(kernel, shared) && foldBytes(params, kernel, device) <= workspace);
         if (kernel.head_dim == params.head_dim && better && can) best = kernel;
     }
     if (best.tile_rows == 0)
@@ -266,7 +268,7 @@ void loadKernels(const AttendKernels& kernels, const SharedMemory& shared) {
     for (const AttendKernel& kernel : kernels) {
         int bytes = 0;
         for (const AttendKernel& like : kernels)
-            if (like.function == kernel.function && fits(like, shared))
+            if (like.function == kernel.function && (like.state_bytes == 0 || fits(like, shared)))
                 bytes = std::max(bytes, like.sharedBytes(stagesFor(like, shared)));
         if (bytes > 0) load(kernel.function, bytes);
     }

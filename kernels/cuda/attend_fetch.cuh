@@ -67,7 +67,7 @@ struct AttendShape : TileShape<format, head_dim> {
 
 // Of a stage of a ring: the barriers that it has come and that the warps that compute have done
 // with it, and which tokens of the tile there are. All threads that fill a stage arrive at its
-// barrier, and all warps that have read it: each orders its own accesses.
+// barrier, and all that have read it: each orders its own accesses.
 struct Stage {
     std::uint64_t filled;
     std::uint64_t consumed;

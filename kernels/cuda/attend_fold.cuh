@@ -1,6 +1,6 @@
-// The fold of trees that are cut into few units, inside attend_kernel. The units' states wait in
-// the workspace; whichever warp stores the last of a tree folds it, for the query rows that it has.
-// So nobody waits, and most of it is done while memory serves others.
+// The fold of trees that are cut into few units, inside the attention kernels. The units' states
+// wait in the workspace; whichever warp stores the last of a tree folds it, for the query rows that
+// it has. So nobody waits, and most of it is done while memory serves others.
 #pragma once
 
 #include "kernels/cuda/attend_schedule.cuh"
@@ -161,7 +161,7 @@ __device__ __forceinline__ bool isLast(std::uint32_t* counter, std::uint32_t mem
 
 // Called by all lanes of a warp that has stored its query rows of a unit, `rows` of them from
 // first_row of the tile on, to the unit's slot: folds the tree if these were the last. Rows are
-// always the same warp's, `warp` of its block of threads.
+// always the same warp's, `warp` of those that have the tile.
 template <int head_dim>
 __device__ __forceinline__ void foldTree(const AttendLaunch& launch, const Unit& unit, int warp,
                                          int first_row, int rows) {

@@ -10,9 +10,10 @@
 //
 // A column is computed as if it were alone: no choice depends on the other rows of the tile, and a
 // token that a row does not see has the weight 0 there. So a row has the same bits in each of the
-// kernels that use this. Where no row sees a token its K is masked
-// and its V is 0, so that what memory holds there cannot matter. (A V of a later row's own token
-// that is not finite does reach the rows before it: 0 x infinity.)
+// kernels that use this, as long as V is finite. Where no row of the query tile sees a token its K
+// is masked and its V is 0, so that what memory holds there cannot matter. (A V of a later row's
+// own token that is not finite does reach the rows before it, up to a tile of K and V back: 0 x
+// infinity.)
 #pragma once
 
 #include "kernels/cuda/attend_fetch.cuh"

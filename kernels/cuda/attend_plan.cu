@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(threads)
     for (std::int64_t i = thread; i < end.slots * most_computing_warps; i += threads)
         launch.plan.counters[i] = 0;
     __syncthreads();
-    if (thread == 0) *launch.plan.header = {units, 0, trees, most_units};
+    if (thread == 0) *launch.plan.header = {units, 0, trees, most_units, launch.tile_rows};
 }
 
 // A launch that overlaps the one before it reads the plan at once: so that one is this, which waits

@@ -319,7 +319,6 @@ template <typename Shape, typename LeafState>
 __device__ __forceinline__ void attendRows(LeafState& leaf, const Ring& ring, RingPlace& place,
                                            const AttendParams& params,
                                            const WarpSeen<Shape>& seen) {
-    const int lane = static_cast<int>(threadIdx.x) % warp_size;
     const bool all_tiles = seen.tiles() == Shape::query_tiles;
 #pragma unroll 1
     for (int first = 0; first < stripe_tokens; first += Shape::tile_tokens) {
@@ -344,9 +343,7 @@ __device__ __forceinline__ void attendRows(LeafState& leaf, const Ring& ring, Ri
                         leaf.template addValues<1>(tile);
                 }
             }
-            // One lane for all: the warp has read what it wanted.
-            __syncwarp();
-            if (lane == 0) arrive(ring.consumed(place.stage));
+            arrive(ring.consumed(place.stage));
             place.advance(ring.count);
         }
     }
@@ -415,7 +412,7 @@ __global__ void __launch_bounds__(AttendRowsShape<format, head_dim>::threads, 1)
         const auto at = static_cast<std::uint32_t>(lane * 8);
         if (lane < launch.stages) {
             initBarrier(ring.filled(lane), warp_size);
-            initBarrier(ring.consumed(lane), team_warps);
+            initBarrier(ring.consumed(lane), team_warps * warp_size);
         }
         if (lane < queue_slots) {
             initBarrier(queue.filled + at, warp_size);

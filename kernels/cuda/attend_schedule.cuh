@@ -2,9 +2,8 @@
 // the device, once for all layers: nothing of it comes from the host, so that a captured launch
 // follows the runs.
 //
-//   tile    up to 8 query rows, or 16, ... 128, as the kernel has it: rows of a run times query
-//   heads
-//           of a KV head, in order of row, then head, in tiles of one size
+//   tile    up to 8 query rows, or 16, 64, 128, as the kernel has it: rows of a run times query
+//           heads of a KV head, in order of row, then head, in tiles of one size
 //   tree    the states of a tile and KV head over the run's stripes, as attention_state.h folds
 //           them
 //   path    a leaf's place in its tree: the choices from the root down, left 0, most significant
@@ -38,9 +37,9 @@ inline constexpr int queue_slots = 3;
 inline constexpr int most_stages = 8;           // of a ring
 inline constexpr int most_round_bits = 24;      // of a unit
 inline constexpr int most_unit_bits = 10;       // of a tree
-inline constexpr int small_tree_bits = 4;       // of the units of a tree that attend_kernel folds
+inline constexpr int small_tree_bits = 4;       // of the units of a tree that its own warps fold
 inline constexpr int fold_warps = 16;           // of a block of threads of attend_fold_kernel
-inline constexpr int most_computing_warps = 8;  // of a block of threads of attend_kernel
+inline constexpr int most_computing_warps = 8;  // that have the rows of a tile
 // What the workspace holds at most: enough units for many more multiprocessors than there are.
 inline constexpr std::int64_t most_slots = 4096;
 // Trees that attend_fold_kernel folds.
@@ -181,6 +180,7 @@ struct PlanHeader {
     std::int32_t taken = 0;
     std::int32_t trees = 0;       // that attend_fold_kernel folds
     std::int32_t most_units = 0;  // of one of those
+    std::int32_t tile_rows = 0;   // for launches with tiles of so many rows
 };
 
 // A plan in device memory.
@@ -232,6 +232,8 @@ public:
     // The next unit; null after the last, behind which it is not called again. By one thread.
     __device__ __forceinline__ const Unit* next() {
         PlanHeader& header = *launch_.plan.header;
+        // Other parameters than the plan's would read and write anywhere.
+        if (header.tile_rows != launch_.tile_rows) __trap();
         const int units = header.units;
         int index = player_;
         if (!is_first_) {

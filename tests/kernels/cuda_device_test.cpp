@@ -190,7 +190,7 @@ TEST_F(CudaDeviceTest, WorkspaceChangesNoBit) {
     }
 }
 
-// A step with long runs may be attended by a launch that was captured for short ones.
+// A step with long runs may be attended by a launch for short ones, as captured launches are.
 TEST_F(CudaDeviceTest, APlanForLongRunsServesShortOnes) {
     const Model model{.query_heads = 8, .kv_heads = 2, .head_dim = 64};
     const PagedWorld world(*device_, model, {},
