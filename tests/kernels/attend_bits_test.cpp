@@ -1,5 +1,8 @@
 // What must not change a single bit of attend, and the fold order written out from the words of
 // attention_state.h.
+#include <utility>
+#include <vector>
+
 #include "kernels/attention_state.h"
 #include "tests/kernels/paged_world.h"
 
@@ -45,29 +48,26 @@ TYPED_TEST(AttendBitsTest, BlockSizesLayoutsAndTables) {
 
 // Trees that are not cut, cut into few and into many units; of 8 and of 16 rows.
 TYPED_TEST(AttendBitsTest, Threads) {
-    struct Heads {
-        int query_heads, kv_heads, head_dim;
-    };
+    std::vector<Model> models;
     for (const NumberFormat format : kv_formats)
-        for (const auto& [query_heads, kv_heads, head_dim] :
-             {Heads{4, 2, 64}, Heads{4, 2, 80}, Heads{3, 1, 96}, Heads{4, 2, 128}, Heads{3, 1, 256},
-              Heads{13, 1, 64}, Heads{15, 1, 128}}) {
-            const Model model{.format = format,
-                              .query_heads = query_heads,
-                              .kv_heads = kv_heads,
-                              .head_dim = head_dim};
-            const std::vector<Sequence> sequences{{.id = 0, .length = 18000},
-                                                  {.id = 1, .length = 300}};
-            const Runs runs{{.slot = 0, .rows = 1, .first_row = 0, .first_position = 17999},
-                            {.slot = 1, .rows = 1, .first_row = 1, .first_position = 299}};
-            std::vector<States> results;
-            for (const int threads : {1, 2, 3, 5, 16}) {
-                const auto device = TestFixture::Make::makeParallel(threads);
-                results.push_back(attend(PagedWorld(*device, model, {}, sequences), runs));
-            }
-            for (const States& result : results)
-                EXPECT_TRUE(sameBits(results[0], result)) << query_heads << " x " << head_dim;
+        for (const int head_dim : {64, 80, 128})
+            models.push_back(
+                {.format = format, .query_heads = 4, .kv_heads = 2, .head_dim = head_dim});
+    for (const auto& [group, head_dim] : {std::pair{3, 96}, {3, 256}, {13, 64}, {15, 128}})
+        models.push_back({.query_heads = group, .kv_heads = 1, .head_dim = head_dim});
+    const std::vector<Sequence> sequences{{.id = 0, .length = 18000}, {.id = 1, .length = 300}};
+    const Runs runs{{.slot = 0, .rows = 1, .first_row = 0, .first_position = 17999},
+                    {.slot = 1, .rows = 1, .first_row = 1, .first_position = 299}};
+    for (const Model& model : models) {
+        std::vector<States> results;
+        for (const int threads : {1, 2, 3, 5, 16}) {
+            const auto device = TestFixture::Make::makeParallel(threads);
+            results.push_back(attend(PagedWorld(*device, model, {}, sequences), runs));
         }
+        for (const States& result : results)
+            EXPECT_TRUE(sameBits(results[0], result))
+                << "group " << model.query_heads / model.kv_heads << " x " << model.head_dim;
+    }
 }
 
 TYPED_TEST(AttendBitsTest, BatchCompositionAndOrder) {
