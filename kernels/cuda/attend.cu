@@ -235,7 +235,7 @@ std::int64_t foldBytes(const AttendParams& params, const AttendKernel& kernel,
                : std::int64_t{blocksOf(kernel, device)} * foldLevels(params) * kernel.state_bytes;
 }
 
-// Two tiles of attend_kernel are faster than one of attend_rows_kernel.
+// Two tiles of attend_kernel should be faster than one of attend_rows_kernel (docs/kernels.md).
 constexpr std::int64_t most_rows_of_small_tiles = 32;
 
 // The kernel whose tiles hold the rows of a run of `run_rows` best: all of them in the smallest

@@ -101,6 +101,27 @@ struct RingPlace {
     }
 };
 
+// A leaf's way through the ring, by a warp that computes: use(part, first, tile, present) of each
+// tile of which there is something, K (part 0) and then V of the tokens from `first` of the leaf
+// on.
+template <typename Shape, typename Use>
+__device__ __forceinline__ void takeLeaf(const Ring& ring, RingPlace& place, const Use& use) {
+#pragma unroll 1
+    for (int first = 0; first < stripe_tokens; first += Shape::tile_tokens) {
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+            waitBarrier(ring.filled(place.stage), place.phase);
+            __syncwarp();
+            const std::uint32_t tile =
+                ring.tiles + static_cast<std::uint32_t>(place.stage * Shape::tile_bytes);
+            const std::uint64_t present = ring.stages[place.stage].present;
+            if (present != 0) use(part, first, tile, present);
+            arrive(ring.consumed(place.stage));
+            place.advance(ring.count);
+        }
+    }
+}
+
 // The units of a block of threads, from the warp that takes them to all that work on them. A slot
 // is filled again when all have done with it.
 struct UnitQueue {

@@ -182,31 +182,19 @@ struct RowsSeen {
     }
 };
 
-// Takes a leaf's tiles from the ring: K of a tile, then its V.
+// Takes a leaf's tiles from the ring.
 template <typename Shape, typename LeafState>
 __device__ __forceinline__ void attendLeaf(LeafState& leaf, const Ring& ring, RingPlace& place,
                                            const AttendParams& params,
                                            const RowsSeen<Shape>& seen) {
     leaf.clear();
-#pragma unroll 1
-    for (int first = 0; first < stripe_tokens; first += Shape::tile_tokens) {
-#pragma unroll
-        for (int part = 0; part < 2; ++part) {
-            waitBarrier(ring.filled(place.stage), place.phase);
-            __syncwarp();
-            const std::uint32_t tile =
-                ring.tiles + static_cast<std::uint32_t>(place.stage * Shape::tile_bytes);
-            const std::uint64_t present = ring.stages[place.stage].present;
-            if (present != 0) {
-                if (part == 0)
-                    leaf.template addScores<1>(params, tile, present, first, seen);
-                else
-                    leaf.template addValues<1>(tile);
-            }
-            arrive(ring.consumed(place.stage));
-            place.advance(ring.count);
-        }
-    }
+    takeLeaf<Shape>(ring, place,
+                    [&](int part, int first, std::uint32_t tile, std::uint64_t present) {
+                        if (part == 0)
+                            leaf.template addScores<1>(params, tile, present, first, seen);
+                        else
+                            leaf.template addValues<1>(tile);
+                    });
 }
 
 // Folds the states of four leaves, of which this warp has rows of leaf `leaf_number`, or no leaf.

@@ -313,40 +313,28 @@ __device__ __forceinline__ void storeRows(
         foldTree<head_dim>(launch, unit, first_row / Shape::warp_rows, first_row, rows);
 }
 
-// Takes a leaf's tiles from the ring: K of a tile, then its V. A tile of which no row of the warp
-// sees anything gives weights of 0: it is left out.
+// Takes a leaf's tiles from the ring. A tile of which no row of the warp sees anything gives
+// weights of 0: it is left out.
 template <typename Shape, typename LeafState>
 __device__ __forceinline__ void attendRows(LeafState& leaf, const Ring& ring, RingPlace& place,
                                            const AttendParams& params,
                                            const WarpSeen<Shape>& seen) {
     const bool all_tiles = seen.tiles() == Shape::query_tiles;
-#pragma unroll 1
-    for (int first = 0; first < stripe_tokens; first += Shape::tile_tokens) {
-#pragma unroll
-        for (int part = 0; part < 2; ++part) {
-            waitBarrier(ring.filled(place.stage), place.phase);
-            __syncwarp();
-            const std::uint32_t tile =
-                ring.tiles + static_cast<std::uint32_t>(place.stage * Shape::tile_bytes);
-            const std::uint64_t present = ring.stages[place.stage].present;
-            if (present != 0 && seen.any(first)) {
-                if (part == 0) {
-                    if (all_tiles)
-                        leaf.template addScores<Shape::query_tiles>(params, tile, present, first,
-                                                                    seen);
-                    else
-                        leaf.template addScores<1>(params, tile, present, first, seen);
-                } else {
-                    if (all_tiles)
-                        leaf.template addValues<Shape::query_tiles>(tile);
-                    else
-                        leaf.template addValues<1>(tile);
-                }
+    takeLeaf<Shape>(
+        ring, place, [&](int part, int first, std::uint32_t tile, std::uint64_t present) {
+            if (!seen.any(first)) return;
+            if (part == 0) {
+                if (all_tiles)
+                    leaf.template addScores<Shape::query_tiles>(params, tile, present, first, seen);
+                else
+                    leaf.template addScores<1>(params, tile, present, first, seen);
+            } else {
+                if (all_tiles)
+                    leaf.template addValues<Shape::query_tiles>(tile);
+                else
+                    leaf.template addValues<1>(tile);
             }
-            arrive(ring.consumed(place.stage));
-            place.advance(ring.count);
-        }
-    }
+        });
 }
 
 // What a warp that computes does: of the units of team `team` the query rows from first_row on.

@@ -127,7 +127,7 @@ TYPED_TEST(AttendBitsTest, SeveralTokensEqualOneByOne) {
         }
 }
 
-// How many rows a run is said to have at most decides how the work is cut.
+// How many rows runs are said to have decides how the work is cut, also where it is not true.
 TYPED_TEST(AttendBitsTest, RowsOfRunsSaidToBeFewerOrMore) {
     const Runs runs{{.slot = 0, .rows = 300, .first_row = 0, .first_position = 1000},
                     {.slot = 1, .rows = 1, .first_row = 300, .first_position = 776},

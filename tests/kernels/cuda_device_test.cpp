@@ -122,7 +122,7 @@ struct ResidentStep {
         lse.upload({poison.begin(), poison.begin() + static_cast<std::ptrdiff_t>(lse.size())});
     }
 
-    // Planned for runs of up to `planned` rows, attended as if they had `attended` at most.
+    // Planned as if all runs had `planned` rows, attended as if they had `attended`.
     void attend(std::int64_t planned = 1, std::int64_t attended = 1) const {
         const Model& model = world->model();
         Device& device = world->device();
