@@ -5,12 +5,14 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <charconv>
 #include <csignal>
 #include <cstdlib>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 #include <fmt/format.h>
@@ -19,6 +21,9 @@
 
 namespace kvgrid::comm {
 namespace {
+
+constexpr std::string_view collective = "collective";
+constexpr std::array<std::string_view, 5> places{"start", "append", "attend", "join", collective};
 
 struct Fault {
     int signal = 0;
@@ -47,13 +52,12 @@ Fault parse(std::string_view text) {
     }
     const bool kill = !parts.empty() && parts[0] == "kill";
     const bool stop = !parts.empty() && parts[0] == "stop";
-    const bool place = parts.size() > 1 && (parts[1] == "start" || parts[1] == "append" ||
-                                            parts[1] == "attend" || parts[1] == "join");
+    const bool place =
+        parts.size() > 1 && std::find(places.begin(), places.end(), parts[1]) != places.end();
     if (!(kill || stop) || !place || parts.size() < 3 || parts.size() > 4) {
         throw Error(ErrorCode::invalid_argument,
-                    fmt::format("KVGRID_FAULT={}: expected <kill|stop>:<start|append|attend|join>:"
-                                "<rank>[:<count>]",
-                                text));
+                    fmt::format("KVGRID_FAULT={}: expected <kill|stop>:<{}>:<rank>[:<count>]", text,
+                                fmt::join(places, "|")));
     }
     Fault fault;
     fault.signal = kill ? SIGKILL : SIGSTOP;
@@ -72,17 +76,34 @@ const std::optional<Fault>& configuredFault() {
     return fault;
 }
 
+void raiseSignal(const Fault& fault) {
+    const std::string line =
+        fmt::format("kvgrid: rank {}: injected fault: {} at {}\n", fault.rank,
+                    fault.signal == SIGKILL ? "SIGKILL" : "SIGSTOP", fault.place);
+    [[maybe_unused]] const auto written = ::write(STDERR_FILENO, line.data(), line.size());
+    ::kill(::getpid(), fault.signal);
+}
+
 }  // namespace
 
 void faultPoint(const char* place, int rank) {
     const auto& fault = configuredFault();
-    if (!fault || fault->rank != rank || fault->place != place) return;
+    if (!fault || fault->place != place) return;
+    const bool named = fault->rank == rank;
+    const bool amid_collective = fault->place == collective;
+    if (!named && !amid_collective) return;
     static int visits = 0;
     if (++visits != fault->count) return;
-    const std::string line = fmt::format("kvgrid: rank {}: injected fault: {} at {}\n", rank,
-                                         fault->signal == SIGKILL ? "SIGKILL" : "SIGSTOP", place);
-    [[maybe_unused]] const auto written = ::write(STDERR_FILENO, line.data(), line.size());
-    ::kill(::getpid(), fault->signal);
+    if (!amid_collective) {
+        raiseSignal(*fault);
+    } else if (named) {
+        std::thread([fault = *fault] {
+            std::this_thread::sleep_for(collective_delay);
+            raiseSignal(fault);
+        }).detach();
+    } else {
+        std::this_thread::sleep_for(collective_hold);
+    }
 }
 
 }  // namespace kvgrid::comm

@@ -75,6 +75,8 @@ void Join::gather(const States& states, std::int64_t rows, int head_dim, void* o
     if (rows != 0) {
         operations.output(localOutput(shape_, rows, head_dim, states, mine.data()), stream);
     }
+    if (has_fault_points && rows != 0 && !stream.device().isCapturing(stream))
+        faultPoint("collective", transport_->rank());
     transport_->allGather(mine, all, stream);
     if (rows == 0) return;
 

@@ -595,6 +595,7 @@ Result<void> Cache::replay(const Step& step, const StepGraph& graph) {
     for (const char* place : {"append", "attend", "join"})
         comm::faultPoint(place, state.ranks->rank);
     if (Result<void> counted = replayed(step, graph.rows()); !counted) return counted;
+    if (state.ranks->size > 1) comm::faultPoint("collective", state.ranks->rank);
     graph.state_->graph.launch(state.stream);
     if (state.parts.isOn()) state.parts.add(graph.state_->spans);
     return {};

@@ -1,7 +1,10 @@
 #include "comm/fault_injection.h"
 
+#include <chrono>
 #include <csignal>
 #include <cstdlib>
+#include <iostream>
+#include <thread>
 
 #include <gtest/gtest.h>
 
@@ -11,6 +14,8 @@ namespace kvgrid::comm {
 namespace {
 
 #ifdef KVGRID_FAULT_INJECTION
+
+using std::chrono::steady_clock;
 
 class FaultInjectionDeathTest : public testing::Test {
 protected:
@@ -43,9 +48,46 @@ TEST_F(FaultInjectionDeathTest, OtherRanksPlacesAndLaterVisitsGoOn) {
                 testing::ExitedWithCode(0), "");
 }
 
+// The visit returns, and the process dies where it is by then.
+TEST_F(FaultInjectionDeathTest, AmidACollectiveTheKillComesBehindTheVisit) {
+    const auto fault = "kill:collective:1:3";
+    const auto go_on = [] {
+        std::cerr << "in the collective\n";
+        std::this_thread::sleep_for(collective_hold - collective_delay);
+        std::_Exit(0);
+    };
+    EXPECT_EXIT((visit(fault, "collective", 1, 3), go_on()), testing::KilledBySignal(SIGKILL),
+                "^in the collective\nkvgrid: rank 1: injected fault: SIGKILL at collective\n$");
+    EXPECT_EXIT((visit(fault, "collective", 1, 2), go_on()), testing::ExitedWithCode(0),
+                "^in the collective\n$");
+}
+
+TEST_F(FaultInjectionDeathTest, OtherRanksWaitAtTheVisitThatWasNamed) {
+    for (const char* fault : {"kill:collective:1:3", "stop:collective:1:3"}) {
+        for (const int times : {2, 3, 9}) {
+            EXPECT_EXIT(
+                {
+                    const auto begin = steady_clock::now();
+                    visit(fault, "collective", 0, times);
+                    std::_Exit(steady_clock::now() - begin < collective_hold ? 0 : 1);
+                },
+                testing::ExitedWithCode(times < 3 ? 0 : 1), "^$")
+                << fault << ", " << times << " visits";
+        }
+    }
+    EXPECT_EXIT(
+        {
+            const auto begin = steady_clock::now();
+            visit("kill:join:1", "collective", 0, 9);
+            std::_Exit(steady_clock::now() - begin < collective_hold ? 0 : 1);
+        },
+        testing::ExitedWithCode(0), "^$");
+}
+
 TEST_F(FaultInjectionDeathTest, AMisspeltFaultThrows) {
-    for (const char* fault : {"kil:join:1", "kill:joni:1", "kill:join", "kill:join:x",
-                              "kill:join:-1", "kill:join:1:2:3", "kill", "kill:join:1:", ":"}) {
+    for (const char* fault :
+         {"kil:join:1", "kill:joni:1", "kill:collectives:1", "kill:join", "kill:join:x",
+          "kill:join:-1", "kill:join:1:2:3", "kill", "kill:join:1:", ":"}) {
         EXPECT_EXIT(
             {
                 try {

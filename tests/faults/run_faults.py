@@ -6,21 +6,28 @@
 The program is started by mpirun and must run until it is hurt: for as long as --window at least. It
 gets `--timeout SECONDS` appended, and must have been built with KVGRID_FAULT_INJECTION.
 
-  kill    SIGKILL of each rank at each place (KVGRID_FAULT), and of a random rank at a random moment
-          from outside, once it has joined MPI. The job must end within --bound seconds, with an exit
-          code that is not zero. (A rank that dies earlier, amid the handshake with its launcher, can
-          leave Open MPI 4.1's mpirun waiting: none of the program's code runs by then.)
+  kill    SIGKILL of each rank at each place (KVGRID_FAULT; at `collective` it comes amid one:
+          comm/fault_injection.h says how), with --collective N more times there; and of a random
+          rank at a random moment from outside, once it has joined MPI. The job must end within
+          --bound seconds, with an exit code that is not zero. (A rank that dies earlier, amid the
+          handshake with its launcher, can leave Open MPI 4.1's mpirun waiting: none of the
+          program's code runs by then.)
   stop    SIGSTOP of a rank at each place. The job must end with code 5 within the deadline and
-          --bound seconds, and say which rank waited for what.
+          --bound seconds, and say which rank waited for what. At `collective` the deadline of the
+          others begins when they go on, HOLD_S later. What the rank had on its GPU may still run
+          to its end: then they miss it in the next collective or message.
   throw   One rank fails alone (`--throw RANK` appended, tests' own job only). The job must end with
           that rank's exit code, 3.
 
 In every case no process of the job is left (zombies aside), nothing new is in /dev/shm and, with
 --gpu, the GPU's memory is free again. Entries
 that a living process of another job has mapped are that job's. Exit code 0: all cases held.
+--json FILE: {"cases": [{"name", "kind", "exit_code", "seconds", "problems"}], "seconds"}, where a
+case's seconds are from the fault to the end of the job, and exit_code is null where it did not end.
 """
 
 import argparse
+import json
 import os
 import random
 import re
@@ -33,7 +40,8 @@ import threading
 import time
 import uuid
 
-PLACES = ("start", "append", "attend", "join")
+PLACES = ("start", "append", "attend", "join", "collective")
+HOLD_S = 1.0  # collective_hold of comm/fault_injection.h
 MARKER = "KVGRID_FAULT_CASE"
 START_LIMIT_S = 60.0
 DEADLINE_MESSAGE = re.compile(r"kvgrid: rank \d+: .*\S did not end within ")
@@ -194,7 +202,9 @@ def run_case(options, case):
             hurt_at = job.wait_for(lambda: job.time_of(": injected fault: "), START_LIMIT_S)
             if hurt_at is None:
                 return 0, job, ["the fault never came"]
-        bound = options.bound + (timeout if case["kind"] == "stop" else 0)
+        bound = options.bound
+        if case["kind"] == "stop":
+            bound += timeout + (HOLD_S if case["place"] == "collective" else 0)
         took, problems = finish(job, hurt_at, bound)
         code = job.process.poll()
         if code == 0:
@@ -218,6 +228,10 @@ def all_cases(options):
         visit = 1 if place == "start" else options.visit
         cases += [{"kind": "kill", "name": f"kill at {place}, rank {rank}", "rank": rank,
                    "fault": f"kill:{place}:{rank}:{visit}"} for rank in ranks]
+    for index in range(options.collective):
+        rank, visit = index % options.ranks, options.visit + index
+        cases.append({"kind": "kill", "name": f"kill in collective, rank {rank}, visit {visit}",
+                      "rank": rank, "fault": f"kill:collective:{rank}:{visit}"})
     draw = random.Random(options.seed)
     for _ in range(options.random):
         delay, rank = draw.uniform(0, options.window), draw.randrange(options.ranks)
@@ -227,7 +241,7 @@ def all_cases(options):
         visit = 1 if place == "start" else options.visit
         rank = (index + 1) % options.ranks
         cases.append({"kind": "stop", "name": f"stop at {place}, rank {rank}", "code": 5,
-                      "rank": rank,
+                      "rank": rank, "place": place,
                       "fault": f"stop:{place}:{rank}:{visit}"})
     if options.throw:
         cases += [{"kind": "throw", "name": f"throw, rank {rank}", "code": 3, "rank": rank,
@@ -243,6 +257,8 @@ def parse_arguments():
     parser.add_argument("--timeout", type=float, default=3, help="the job's deadline, stop cases")
     parser.add_argument("--patience", type=float, default=60, help="the job's deadline otherwise")
     parser.add_argument("--visit", type=int, default=3, help="which visit of a place is hurt")
+    parser.add_argument("--collective", type=int, default=0, metavar="N",
+                        help="more kills amid a collective: ranks in turn, at --visit, the next, ...")
     parser.add_argument("--random", type=int, default=4, help="kills at random moments")
     parser.add_argument("--window", type=float, default=1.5, help="seconds from the joining of MPI to them")
     parser.add_argument("--seed", type=int, default=0)
@@ -251,19 +267,25 @@ def parse_arguments():
                         help="rank 0, where it is not the one hurt, must print FAILED: reason")
     parser.add_argument("--throw", action="store_true", help="also cases where one rank throws")
     parser.add_argument("--only", default="", help="regular expression of case names")
+    parser.add_argument("--json", metavar="FILE", help="the cases, in a new file")
     parser.add_argument("program", nargs="+")
-    return parser.parse_args(namespace=argparse.Namespace(verdicts=[]))
+    options = parser.parse_args(namespace=argparse.Namespace(verdicts=[]))
+    if options.json and os.path.exists(options.json):
+        parser.error(f"--json: {options.json} exists and is not overwritten")
+    return options
 
 
 def main():
     options = parse_arguments()
     begun = time.monotonic()
-    held, failed = {}, {}
+    held, failed, results = {}, {}, []
     for case in all_cases(options):
         took, job, problems = run_case(options, case)
+        code = job.process.poll()
+        results.append({"name": case["name"], "kind": case["kind"], "exit_code": code,
+                        "seconds": round(took, 2), "problems": problems})
         verdict = "ok" if not problems else "FAILED: " + "; ".join(problems)
-        print(f"{case['name']:34} exit {str(job.process.poll()):>4}  {took:5.2f} s  {verdict}",
-              flush=True)
+        print(f"{case['name']:36} exit {str(code):>4}  {took:5.2f} s  {verdict}", flush=True)
         if problems and sum(failed.values()) < 3:
             print("\n".join("    | " + line for _, line in job.lines[-40:]), flush=True)
         counts = failed if problems else held
@@ -277,6 +299,10 @@ def main():
         print(f"rank 0's verdict: {said} of {len(options.verdicts)}, at least {least}")
         if said < least:
             failed["verdict"] = 1
+    if options.json:
+        with open(options.json, "x", encoding="utf-8") as file:
+            json.dump({"cases": results, "seconds": round(time.monotonic() - begun, 1)}, file,
+                      indent=1)
     print("OK" if not failed else "FAILED")
     return 1 if failed or not held else 0
 
