@@ -130,6 +130,10 @@ std::vector<AttendShape> attendShapes(DeviceKind device) {
         shapes.push_back(conversations);
         add({"1x128Kx8/1", "1x32Kx8/1", "16x8Kx8/1"});
         add({"1x1M+63x2Kx8/1", "6x90Kx8/1"});
+        // A layer of llama-3.1-70b over eight ranks (8/1) and of llama-3.1-8b (32/8) at 8K, 64K
+        // and 128K, one sequence and eight; those at 128K that are not here are above.
+        add({"1x8Kx8/1", "1x64Kx8/1", "8x8Kx8/1", "8x64Kx8/1"});
+        add({"1x8Kx32/8", "1x64Kx32/8", "8x8Kx32/8", "8x64Kx32/8", "8x128Kx32/8"});
     } else {
         add({"4x16Kx32/8x64", "4x16Kx32/8x80", "4x16Kx32/8x96", "4x16Kx32/8", "4x16Kx32/8x256"});
         add({"4x16Kx8/8", "4x16Kx16/8", "4x16Kx24/8", "4x16Kx64/8", "4x16Kx128/8",

@@ -41,7 +41,7 @@ struct AttendShape {
 [[nodiscard]] Result<AttendShape> parseAttendShape(std::string_view text);
 
 // What is timed where no shape is asked for. CUDA: large batches; one rank of eight; ragged
-// batches. CPU: head dims and group sizes.
+// batches; the layers of models at short, middle and long contexts. CPU: head dims and group sizes.
 [[nodiscard]] std::vector<AttendShape> attendShapes(DeviceKind device);
 
 }  // namespace kvgrid

@@ -1,5 +1,7 @@
 #include "tests/kernels/attend_shapes.h"
 
+#include <set>
+
 #include <gmock/gmock.h>
 
 #include "launch/trace.h"
@@ -8,9 +10,11 @@
 namespace kvgrid {
 namespace {
 
+using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::Pair;
+using ::testing::SizeIs;
 
 TEST(AttendShapes, TextSaysLengthsHeadsAndRows) {
     const AttendShape plain = orThrow(parseAttendShape("2x128Kx32/8"));
@@ -73,6 +77,18 @@ TEST(AttendShapes, WhatIsNoShapeIsRefusedByName) {
         EXPECT_THAT(shape.error().message, HasSubstr("'" + std::string(text) + "'"));
         EXPECT_THAT(shape.error().message, HasSubstr(reason));
     }
+}
+
+// Of the models that kvgrid is measured with.
+TEST(AttendShapes, OfCudaHaveEveryContextAndBatch) {
+    std::vector<std::string> names;
+    for (const AttendShape& shape : attendShapes(DeviceKind::cuda))
+        names.push_back(shape.name);
+    for (const char* const heads : {"8/1", "32/8"})
+        for (const char* const context : {"8K", "64K", "128K"})
+            for (const char* const batch : {"1", "8"})
+                EXPECT_THAT(names, Contains(std::string(batch) + "x" + context + "x" + heads));
+    EXPECT_THAT(std::set(names.begin(), names.end()), SizeIs(names.size())) << "a shape twice";
 }
 
 TEST(AttendShapes, ConversationsAreDrawnFromTheTrace) {
