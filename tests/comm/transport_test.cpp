@@ -366,42 +366,92 @@ TEST(CpuDevice, HasNoGraphs) {
     EXPECT_FALSE(device->isCapturing(device->defaultStream()));
 }
 
-// 2^31 bytes and more, as they are: a count that was kept in an int would be negative.
-TEST(LargeMessages, TravelWhole) {
-    constexpr std::size_t part_bytes = (std::size_t{1} << 30) + 8;
-    Watchdog watchdog(0, std::chrono::minutes(2));
-    const auto transport = makeMpiTransport(watchdog);
-    const auto device = makeCpuDevice(1);
-    if (transport->size() != 2) GTEST_SKIP() << "runs on 2 ranks";
-    std::int64_t free_bytes = device->freeMemory();
-    transport->allReduce(std::span(&free_bytes, 1), Reduction::minimum, device->defaultStream());
-    if (free_bytes < std::int64_t{6} << 30) GTEST_SKIP() << "6 GiB of memory are not free";
+#endif
+
+// Spans and counts of more than 2^31 bytes, as they are: kept in an int they would be negative.
+template <typename Traits>
+class LargeMessages : public OnTransport<Traits> {
+protected:
+    using Base = OnTransport<Traits>;
+    using Base::device;
+
+    static constexpr std::size_t part_bytes = (std::size_t{1} << 30) + 8;
+
+    // What all ranks together need, of the device and of the host, which a test may have in one.
+    static bool haveRoom() {
+        const std::int64_t needed = std::int64_t{device->kind() == DeviceKind::cpu ? 6 : 12} << 30;
+        int room = std::min(device->freeMemory(), makeCpuDevice(1)->freeMemory()) >= needed ? 1 : 0;
+        MPI_Allreduce(MPI_IN_PLACE, &room, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD);
+        return room == 1;
+    }
+
+    // Word i of `data` is i, from `begin` to `end`.
+    static void number(const GuardedBytes& data, std::size_t begin, std::size_t end) {
+        std::vector<std::uint64_t> words;
+        for (; begin < end; begin += words.size()) {
+            words.resize(std::min(piece_words, end - begin));
+            std::iota(words.begin(), words.end(), begin);
+            data.upload(std::as_bytes(std::span(words)), begin * 8);
+        }
+    }
+
+    // The first word that is not its own number; of all words, how many there are.
+    static std::size_t firstWrongWord(const GuardedBytes& data) {
+        const std::size_t count = data.as<std::uint64_t>().size();
+        std::vector<std::uint64_t> words;
+        for (std::size_t begin = 0; begin < count; begin += words.size()) {
+            words.resize(std::min(piece_words, count - begin));
+            device->copy(words.data(), data.as<std::uint64_t>().data() + begin, words.size() * 8,
+                         device->defaultStream());
+            device->synchronize(device->defaultStream());
+            for (std::size_t i = 0; i < words.size(); ++i)
+                if (words[i] != begin + i) return begin + i;
+        }
+        return count;
+    }
+
+private:
+    static constexpr std::size_t piece_words = std::size_t{8} << 20;
+};
+
+TYPED_TEST_SUITE(LargeMessages, LargeTransports);
+
+TYPED_TEST(LargeMessages, TravelWhole) {
+    if (this->size() != 2) GTEST_SKIP() << "runs on 2 ranks";
+    if (!this->haveRoom()) GTEST_SKIP() << "not enough memory is free";
 #ifdef __SANITIZE_ADDRESS__
     GTEST_SKIP() << "too slow under AddressSanitizer";
 #endif
 
-    const GuardedBytes data(*device, 2 * part_bytes);
-    const std::size_t place = static_cast<std::size_t>(transport->rank()) * part_bytes;
-    const auto words = data.as<std::uint64_t>();
-    for (std::size_t i = place / 8; i < (place + part_bytes) / 8; ++i)
-        words[i] = i;
-    const auto first_wrong_word = [&] {
-        std::size_t i = 0;
-        while (i < words.size() && words[i] == i)
-            ++i;
-        return i;
+    const std::size_t part = this->part_bytes;
+    const std::size_t place = static_cast<std::size_t>(this->rank()) * part;
+    const GuardedBytes data(*this->device, 2 * part);
+    const std::size_t words = 2 * part / 8;
+    const auto forget = [&] {
+        this->device->fill(data.span().data(), 0, 2 * part, this->stream());
     };
 
-    transport->allGather(data.span().subspan(place, part_bytes), data.span(),
-                         device->defaultStream());
-    EXPECT_EQ(first_wrong_word(), words.size());
-    if (transport->rank() == 0) std::fill(words.begin(), words.end(), 0);
-    transport->broadcast(data.span(), 1, device->defaultStream());
-    EXPECT_EQ(first_wrong_word(), words.size());
+    this->number(data, place / 8, (place + part) / 8);
+    this->transport->allGather(data.span().subspan(place, part), data.span(), this->stream());
+    EXPECT_EQ(this->firstWrongWord(data), words);
+
+    if (this->rank() == 0) forget();
+    this->transport->broadcast(data.span(), 1, this->stream());
+    EXPECT_EQ(this->firstWrongWord(data), words);
+
+    // Everything from rank 0 to rank 1.
+    if (this->rank() == 1) forget();
+    const auto all = static_cast<std::int64_t>(2 * part);
+    const std::span<std::byte> none = data.span().first(0);
+    if (this->rank() == 0)
+        this->transport->allToAll(data.span(), std::vector{std::int64_t{0}, all}, none,
+                                  std::vector<std::int64_t>(2), this->stream());
+    else
+        this->transport->allToAll(none, std::vector<std::int64_t>(2), data.span(),
+                                  std::vector{all, std::int64_t{0}}, this->stream());
+    EXPECT_EQ(this->firstWrongWord(data), words);
     EXPECT_TRUE(data.guardsHold());
 }
-
-#endif
 
 }  // namespace
 }  // namespace kvgrid::comm

@@ -62,6 +62,7 @@ using Transports = testing::Types<Staged, Nccl>;
 using Transports = testing::Types<Staged>;
 #endif
 using JoinTransports = Transports;
+using LargeTransports = Transports;
 
 #else
 
@@ -83,6 +84,7 @@ struct MpiInPieces : Mpi {
 
 using Transports = testing::Types<Mpi, MpiInPieces>;
 using JoinTransports = testing::Types<Mpi>;  // how messages travel is the other suite's matter
+using LargeTransports = testing::Types<Mpi>;
 
 #endif
 
