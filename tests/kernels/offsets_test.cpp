@@ -249,6 +249,8 @@ protected:
     static constexpr std::int64_t width = query_heads * head_dim;
     static constexpr std::int64_t rows = (std::int64_t{1} << 32) / width + 3;
     static constexpr std::int64_t row = rows - 1;
+    // Of a plan whose two halves have more than 2^31 bytes each, on CUDA.
+    static constexpr std::int64_t plan_rows = 3 * rows;
     static constexpr std::int64_t position = 19;
 
     LongQueryTest() {
@@ -325,7 +327,7 @@ protected:
                        .lse = reinterpret_cast<float*>(lse->data()),
                        .workspace = workspace.data(),
                        .workspace_bytes = workspace.size()},
-                      1);
+                      plan_rows);
         expectOracle(world, {download(*out, width), download(*lse, query_heads)}, 0, 0, position);
     }
 
