@@ -56,8 +56,8 @@ struct AttendShape : TileShape<format, head_dim> {
     // other.
     static constexpr int blocks_per_multiprocessor = row_tiles == 1 ? 2 : 1;
     // Registers of a thread that computes and of one that fetches. The launch gives all the same.
-    static constexpr int computing_registers = row_tiles == 1 ? 168 : 208;
-    static constexpr int fetching_registers = 88;
+    static constexpr int computing_registers = row_tiles == 1 ? 176 : 208;
+    static constexpr int fetching_registers = row_tiles == 1 ? 80 : 88;
 
     static constexpr int sharedBytes(int stages) {
         return attend_warps * stages * Tile::stage_bytes + 4 * exchange_numbers + rests_bytes +
@@ -101,13 +101,14 @@ struct RingPlace {
     }
 };
 
-// A leaf's way through the ring, by a warp that computes: use(part, first, tile, present) of each
-// tile of which there is something, K (part 0) and then V of the tokens from `first` of the leaf
-// on.
+// The way of a leaf of so many tokens through the ring, by a warp that computes: use(part, first,
+// tile, present) of each tile of which there is something, K (part 0) and then V of the tokens from
+// `first` of the leaf on.
 template <typename Shape, typename Use>
-__device__ __forceinline__ void takeLeaf(const Ring& ring, RingPlace& place, const Use& use) {
+__device__ __forceinline__ void takeLeaf(const Ring& ring, RingPlace& place, int tokens,
+                                         const Use& use) {
 #pragma unroll 1
-    for (int first = 0; first < stripe_tokens; first += Shape::tile_tokens) {
+    for (int first = 0; first < tokens; first += Shape::tile_tokens) {
 #pragma unroll
         for (int part = 0; part < 2; ++part) {
             waitBarrier(ring.filled(place.stage), place.phase);
@@ -237,7 +238,8 @@ private:
         findLeaf(unit, stripe);
         // The launch before may still be writing tokens of this step.
         if ((stripe + 1) * stripe_tokens > unit.first_position) waitForLaunchBefore();
-        for (step_ = 0; step_ < 2 * Shape::tiles; ++step_) {
+        const int tiles = (leaf_.tokens + Shape::tile_tokens - 1) / Shape::tile_tokens;
+        for (step_ = 0; step_ < 2 * tiles; ++step_) {
             // At first all are free.
             waitBarrier(ring_.consumed(place_.stage), place_.phase ^ 1);
             __syncwarp();
@@ -253,13 +255,12 @@ private:
         const PoolView& pool = params_.pool;
         const int lane = static_cast<int>(threadIdx.x) % warp_size;
         const std::int64_t position = stripe * stripe_tokens;
-        const std::int64_t left = unit.last_position - position + 1;
         leaf_.kv_head = unit.kv_head;
         leaf_.skip = static_cast<int>(max(unit.first_seen - position, std::int64_t{0}));
         leaf_.slot = unit.slot;
         leaf_.logical = position / pool.block_size;
         leaf_.within = position - leaf_.logical * pool.block_size;
-        leaf_.tokens = static_cast<int>(left < stripe_tokens ? left : stripe_tokens);
+        leaf_.tokens = unit.tokensOf(stripe);
 #if __CUDA_ARCH__ >= 900
         // Read once, it must not drive out code, tables and states. Tiles of one KV head read it
         // together.

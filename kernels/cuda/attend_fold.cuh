@@ -21,15 +21,17 @@ struct GroupWeights {
 
     static __device__ constexpr int firstLane(int merges) { return group_states - 2 * merges; }
 
-    // Called by all lanes, with the lse of one state each.
-    __device__ __forceinline__ explicit GroupWeights(float state_lse) {
+    // Called by all lanes, with the lse of one state each, of which there are 2, 4, 8 or 16: those
+    // beyond are empty.
+    __device__ __forceinline__ GroupWeights(float state_lse, int states)
+        : last_merges_(group_states / states) {
         const int lane = static_cast<int>(threadIdx.x) % warp_size;
         const int half = lane & group_states;
         float below = state_lse;
         int first_below = 0;
         // A loop, as it runs seldom: straight code takes longer to come than to run.
 #pragma unroll 1
-        for (int merges = group_states / 2; merges > 0; merges /= 2) {
+        for (int merges = group_states / 2; merges >= last_merges_; merges /= 2) {
             const int merge = lane - half - firstLane(merges);
             const int from = half + (first_below + 2 * merge) % group_states;
             const MergeWeights weights = mergeWeights(__shfl_sync(all_lanes, below, from),
@@ -50,8 +52,11 @@ struct GroupWeights {
         return {__shfl_sync(all_lanes, left, lane), __shfl_sync(all_lanes, right, lane), 0.0F};
     }
     [[nodiscard]] __device__ __forceinline__ float total(int row) const {
-        return __shfl_sync(all_lanes, lse, row * group_states + firstLane(1));
+        return __shfl_sync(all_lanes, lse, row * group_states + firstLane(last_merges_));
     }
+
+private:
+    int last_merges_;  // of the level at which all states are one: those above change nothing
 };
 
 // A group's states of one or two neighbouring query rows, in the workspace: of the first state they
@@ -61,7 +66,7 @@ struct Group {
     static constexpr int lane_numbers = 4;
     static constexpr int part_numbers = lane_numbers * warp_size;  // of a row, at a time
     static constexpr int parts = (head_dim + part_numbers - 1) / part_numbers;
-    static constexpr int batch_states = 8;  // at a time: more would not fit the registers
+    static constexpr int half_states = group_states / 2;
 
     const float* workspace;
     int out;
@@ -71,44 +76,38 @@ struct Group {
     int rows;
 
     // Called by all lanes. store(row, number, numbers, lse) gets what they fold to, 4 numbers of a
-    // row a lane.
+    // row a lane. As many come at a time as registers hold: of both rows, where the states are few.
     template <typename Store>
     __device__ __forceinline__ void fold(const Store& store) const {
         const int lane = static_cast<int>(threadIdx.x) % warp_size;
         const int row_of_lane = lane / group_states;
         const int state_of_lane = lane % group_states;
-        const int batches = states > batch_states ? 2 : 1;
-        float4 numbers[batch_states];
-        float4 low_half;
-        load(0, 0, numbers);
+        const bool both_rows = states <= half_states;
+        const int items = both_rows ? parts : rows * parts;
+        float4 low[half_states];
+        float4 high[half_states];
+        load(0, both_rows, low, high);
         const GroupWeights weights(
             state_of_lane < states && row_of_lane < rows
                 ? __ldcg(workspace + lse + state_of_lane * stride + row_of_lane)
-                : empty_lse);
+                : empty_lse,
+            states);
         int item = 0;
-        int batch = 0;
         while (true) {
-            const int row = item / parts;
-#pragma unroll
-            for (int distance = 1; distance < batch_states; distance *= 2)
-#pragma unroll
-                for (int i = 0; i < batch_states; i += 2 * distance)
-                    mergeFour(weights.of(row, group_states / (2 * distance),
-                                         (batch * batch_states + i) / (2 * distance)),
-                              numbers[i], numbers[i + distance]);
-            if (++batch < batches) {
-                low_half = numbers[0];
-            } else {
-                if (batches > 1) {
-                    mergeFour(weights.of(row, 1, 0), low_half, numbers[0]);
-                    numbers[0] = low_half;
-                }
-                const float total = weights.total(row);
-                if (numberOf(item) < head_dim) store(row, numberOf(item), numbers[0], total);
-                if (++item == rows * parts) return;
-                batch = 0;
+            const int low_row = both_rows ? 0 : item / parts;
+            const int high_row = both_rows ? 1 : low_row;
+            mergeHalf(weights, low_row, 0, low);
+            mergeHalf(weights, high_row, both_rows ? 0 : half_states, high);
+            if (!both_rows) mergeFour(weights.of(low_row, 1, 0), low[0], high[0]);
+            const int number = numberOf(item);
+            const float low_lse = weights.total(low_row);
+            const float high_lse = weights.total(high_row);
+            if (number < head_dim) {
+                store(low_row, number, low[0], low_lse);
+                if (both_rows && rows > 1) store(high_row, number, high[0], high_lse);
             }
-            load(item, batch, numbers);
+            if (++item == items) return;
+            load(item, both_rows, low, high);
         }
     }
 
@@ -121,23 +120,40 @@ private:
         left.w = mergeOut(weights, left.w, right.w);
     }
 
+    // Eight states from `first` on, to the first of them.
+    static __device__ __forceinline__ void mergeHalf(const GroupWeights& weights, int row,
+                                                     int first, float4 (&numbers)[half_states]) {
+#pragma unroll
+        for (int distance = 1; distance < half_states; distance *= 2)
+#pragma unroll
+            for (int i = 0; i < half_states; i += 2 * distance)
+                mergeFour(weights.of(row, half_states / distance, (first + i) / (2 * distance)),
+                          numbers[i], numbers[i + distance]);
+    }
+
     // The lane's first number of a part of a row.
     static __device__ __forceinline__ int numberOf(int item) {
         return item % parts * part_numbers +
                static_cast<int>(threadIdx.x) % warp_size * lane_numbers;
     }
 
-    __device__ __forceinline__ void load(int item, int batch,
-                                         float4 (&numbers)[batch_states]) const {
-        const int first = batch * batch_states;
-        const int from = out + item / parts * head_dim + numberOf(item) + first * stride;
+    // Of a part: eight states of both rows, or sixteen of one.
+    __device__ __forceinline__ void load(int item, bool both_rows, float4 (&low)[half_states],
+                                         float4 (&high)[half_states]) const {
         const bool owns = numberOf(item) < head_dim;
+        const int from = out + (both_rows ? 0 : item / parts * head_dim) + numberOf(item);
+        const int high_from = from + (both_rows ? head_dim : half_states * stride);
+        const int high_states = both_rows ? (rows > 1 ? states : 0) : states - half_states;
 #pragma unroll
-        for (int i = 0; i < batch_states; ++i)
-            numbers[i] =
-                owns && first + i < states
-                    ? __ldcg(reinterpret_cast<const float4*>(workspace + (from + i * stride)))
-                    : make_float4(0.0F, 0.0F, 0.0F, 0.0F);
+        for (int i = 0; i < half_states; ++i) {
+            low[i] = numbersAt(owns && i < states, from + i * stride);
+            high[i] = numbersAt(owns && i < high_states, high_from + i * stride);
+        }
+    }
+
+    [[nodiscard]] __device__ __forceinline__ float4 numbersAt(bool exist, int at) const {
+        return exist ? __ldcg(reinterpret_cast<const float4*>(workspace + at))
+                     : make_float4(0.0F, 0.0F, 0.0F, 0.0F);
     }
 };
 
@@ -147,12 +163,10 @@ __device__ __forceinline__ bool isLast(std::uint32_t* counter, std::uint32_t mem
     __syncwarp();
     std::uint32_t before = 0;
     if (threadIdx.x % warp_size == 0) {
-        __threadfence();
+        fenceDevice();
         before = atomicAdd(counter, 1U);
-        if (before + 1 == members) {
-            *counter = 0;  // for the next launch
-            __threadfence();
-        }
+        fenceDevice();
+        if (before + 1 == members) *counter = 0;  // for the next launch
     }
     before = __shfl_sync(all_lanes, before, 0);
     __syncwarp();

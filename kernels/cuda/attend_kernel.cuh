@@ -74,12 +74,23 @@ struct RoundWeights {
     MergeWeights high;  // leaves 2 and 3
     MergeWeights all;
 
-    // lse: [leaf][tile_rows]
+    // lse: [leaf][tile_rows]. Of a row's 16 threads eight work out each of the first two.
     __device__ __forceinline__ void read(const float* lse, int tile_rows) {
         const int row = static_cast<int>(threadIdx.x) / 16;
-        low = mergeWeights(lse[row], lse[tile_rows + row]);
-        high = mergeWeights(lse[2 * tile_rows + row], lse[3 * tile_rows + row]);
+        const int pair = static_cast<int>(threadIdx.x) % 16 / 8;
+        const float* const of_pair = lse + 2 * pair * tile_rows + row;
+        const MergeWeights mine = mergeWeights(of_pair[0], of_pair[tile_rows]);
+        low = ofThread(mine, 0);
+        high = ofThread(mine, 8);
         all = mergeWeights(low.lse, high.lse);
+    }
+
+private:
+    static __device__ __forceinline__ MergeWeights ofThread(const MergeWeights& weights,
+                                                            int thread_of_row) {
+        return {__shfl_sync(all_lanes, weights.left, thread_of_row, 16),
+                __shfl_sync(all_lanes, weights.right, thread_of_row, 16),
+                __shfl_sync(all_lanes, weights.lse, thread_of_row, 16)};
     }
 };
 
@@ -99,41 +110,48 @@ __device__ __forceinline__ void foldRound(const float* exchange, const RoundWeig
                          mergeOut(weights.high, from[2 * leaf + 16 * i], from[3 * leaf + 16 * i]));
 }
 
-// To the output when the unit is its tree, else to its slot of the workspace, where it may be
-// folded with others.
+// Where the thread's row of a unit goes: to the output when the unit is its tree, else to its slot
+// of the workspace, where it may be folded with others.
 template <int head_dim>
-__device__ __forceinline__ void storeUnit(const AttendLaunch& launch, const Unit& unit,
-                                          const RowPart<head_dim>& state) {
-    constexpr int warp_rows = warp_size / 16;
-    const AttendParams& params = launch.params;
-    const int warp = static_cast<int>(threadIdx.x) / warp_size;
-    const int rows = min(unit.rows - warp * warp_rows, warp_rows);
-    if (rows <= 0) return;
-    const int cut_bits = unit.cutBits();
-    const int row = static_cast<int>(threadIdx.x) / 16;
-    const int element = static_cast<int>(threadIdx.x) % 16;
-    if (row < unit.rows) {
-        float* out;
-        float* lse;
-        if (cut_bits == 0) {
-            const std::int64_t to = outputRow(params, unit, row);
-            out = params.out + to * head_dim;
-            lse = params.lse + to;
+class UnitTarget {
+public:
+    __device__ __forceinline__ UnitTarget(const AttendLaunch& launch, const Unit& unit) {
+        const int row = static_cast<int>(threadIdx.x) / 16;
+        if (unit.cutBits() == 0) {
+            const std::int64_t to = outputRow(launch.params, unit, min(row, unit.rows - 1));
+            out_ = launch.params.out + to * head_dim;
+            lse_ = launch.params.lse + to;
         } else {
-            float* const slot = static_cast<float*>(params.workspace) +
+            float* const slot = static_cast<float*>(launch.params.workspace) +
                                 unit.workspace_slot * slotNumbers(launch.tile_rows, head_dim);
-            out = slot + row * head_dim;
-            lse = slot + launch.tile_rows * head_dim + row;
+            out_ = slot + row * head_dim;
+            lse_ = slot + launch.tile_rows * head_dim + row;
         }
-        const bool empty = state.lse == empty_lse;
-#pragma unroll
-        for (int i = 0; i < head_dim / 16; ++i)
-            out[16 * i + element] = empty ? 0.0F : state.out[i];
-        if (element == 0) *lse = state.lse;
     }
-    if (cut_bits > 0 && cut_bits <= small_tree_bits)
-        foldTree<head_dim>(launch, unit, warp, warp * warp_rows, rows);
-}
+
+    __device__ __forceinline__ void store(const AttendLaunch& launch, const Unit& unit,
+                                          const RowPart<head_dim>& state) const {
+        constexpr int warp_rows = warp_size / 16;
+        const int warp = static_cast<int>(threadIdx.x) / warp_size;
+        const int rows = min(unit.rows - warp * warp_rows, warp_rows);
+        if (rows <= 0) return;
+        const int element = static_cast<int>(threadIdx.x) % 16;
+        if (static_cast<int>(threadIdx.x) / 16 < unit.rows) {
+            const bool empty = state.lse == empty_lse;
+#pragma unroll
+            for (int i = 0; i < head_dim / 16; ++i)
+                out_[16 * i + element] = empty ? 0.0F : state.out[i];
+            if (element == 0) *lse_ = state.lse;
+        }
+        const int cut_bits = unit.cutBits();
+        if (cut_bits > 0 && cut_bits <= small_tree_bits)
+            foldTree<head_dim>(launch, unit, warp, warp * warp_rows, rows);
+    }
+
+private:
+    float* out_;
+    float* lse_;
+};
 
 // What a block of threads shares.
 template <typename Shape>
@@ -185,10 +203,10 @@ struct RowsSeen {
 // Takes a leaf's tiles from the ring.
 template <typename Shape, typename LeafState>
 __device__ __forceinline__ void attendLeaf(LeafState& leaf, const Ring& ring, RingPlace& place,
-                                           const AttendParams& params,
+                                           const AttendParams& params, int tokens,
                                            const RowsSeen<Shape>& seen) {
     leaf.clear();
-    takeLeaf<Shape>(ring, place,
+    takeLeaf<Shape>(ring, place, tokens,
                     [&](int part, int first, std::uint32_t tile, std::uint64_t present) {
                         if (part == 0)
                             leaf.template addScores<1>(params, tile, present, first, seen);
@@ -198,29 +216,29 @@ __device__ __forceinline__ void attendLeaf(LeafState& leaf, const Ring& ring, Ri
 }
 
 // Folds the states of four leaves, of which this warp has rows of leaf `leaf_number`, or no leaf.
+// What the merges are weighted with is worked out while the states are on their way.
 template <typename Shape, typename LeafState, int head_dim>
 __device__ __forceinline__ void foldLeaves(LeafState& leaf, bool has_leaf, int leaf_number,
                                            int first_row, const SharedParts<Shape>& shared,
                                            RowPart<head_dim>& state) {
+    const int lane = static_cast<int>(threadIdx.x) % warp_size;
     const int first_state = leaf_number * Shape::tile_rows + first_row;
+    if (has_leaf) {
+        leaf.finish();
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+            if (lane < 4) shared.exchange_lse[first_state + lane * 2 + e] = leaf.lse(0, e);
+    } else if (lane < product_rows) {
+        shared.exchange_lse[first_state + lane] = empty_lse;
+    }
     RoundWeights weights;
 #pragma unroll
     for (int first = 0; first < Shape::steps; first += Shape::exchange_steps) {
-        syncThreads(Shape::computing_threads);  // what was written last has been read
-        if (first == 0) {
-            const int lane = static_cast<int>(threadIdx.x) % warp_size;
-            if (has_leaf) {
-                leaf.finish();
-#pragma unroll
-                for (int e = 0; e < 2; ++e)
-                    if (lane < 4) shared.exchange_lse[first_state + lane * 2 + e] = leaf.lse(0, e);
-            } else if (lane < product_rows) {
-                shared.exchange_lse[first_state + lane] = empty_lse;
-            }
-        }
-        if (has_leaf) leaf.store(first, shared.exchange + first_state * Shape::exchange_stride);
+        // The lse are there, and the numbers that were written last have been read.
         syncThreads(Shape::computing_threads);
+        if (has_leaf) leaf.store(first, shared.exchange + first_state * Shape::exchange_stride);
         if (first == 0) weights.read(shared.exchange_lse, Shape::tile_rows);
+        syncThreads(Shape::computing_threads);
         foldRound<Shape>(shared.exchange, weights, first, state);
     }
     state.lse = weights.all.lse;
@@ -242,11 +260,9 @@ __device__ __forceinline__ void computeUnits(
     QueueReader units(shared.unitQueue());
     while (const Unit* const next = units.next()) {
         const Unit& unit = *next;
-        // The last unit's products are over: they come before the last barrier.
-        LeafState leaf(params, unit, first_row,
-                       shared.rests + first_row / product_rows * Shape::steps * warp_size,
-                       leaf_number == 0);
-        if constexpr (Shape::splits_queries) syncThreads(Shape::computing_threads);
+        // What follows from the unit alone is worked out before the wait.
+        const QueryRows<1> queries(params, unit, first_row, head_dim);
+        const UnitTarget<head_dim> target(launch, unit);
         // Of the thread's rows. One that does not exist sees all that there is, of which nothing is
         // kept: it must not make the others look at single tokens.
         std::int64_t first_seen[2];
@@ -258,30 +274,45 @@ __device__ __forceinline__ void computeUnits(
             positions[e] = exists ? unit.query(row, group).position : unit.last_position;
             first_seen[e] = exists ? firstSeen(positions[e], params.window) : unit.first_seen;
         }
+        // The warp's leaf of a round.
+        bool has_round;
+        bool has_leaf;
+        int tokens;
+        RowsSeen<Shape> seen;
+        const auto enter = [&](std::int64_t round) {
+            const std::int64_t path = (unit.first_round + round) * attend_warps;
+            const std::int64_t stripe = unit.stripeAt(path + leaf_number, params.context_ranks);
+            has_round = unit.hasRound(path, params.context_ranks);
+            has_leaf = unit.sees(stripe);
+            tokens = unit.tokensOf(stripe);
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+                seen.rows[e] = seenOf(positions[e], first_seen[e], stripe * stripe_tokens);
+        };
+        enter(0);
+        // q, and the outputs and workspace that may still be read.
+        waitForLaunchBefore();
+        // The last unit's products are over: they come before the last barrier.
+        LeafState leaf(queries, shared.rests + first_row / product_rows * Shape::steps * warp_size,
+                       leaf_number == 0);
+        if constexpr (Shape::splits_queries) syncThreads(Shape::computing_threads);
         UnitFold<head_dim, Shape::register_levels> fold;
         RowPart<head_dim> state;
-        for (std::int64_t round = 0; round >> unit.round_bits == 0; ++round) {
-            const std::int64_t path = (unit.first_round + round) * attend_warps;
-            if (unit.hasRound(path, params.context_ranks)) {
-                const std::int64_t stripe = unit.stripeAt(path + leaf_number, params.context_ranks);
-                const bool has_leaf = unit.sees(stripe);
-                if (has_leaf) {
-                    const std::int64_t begin = stripe * stripe_tokens;
-                    RowsSeen<Shape> seen;
-#pragma unroll
-                    for (int e = 0; e < 2; ++e)
-                        seen.rows[e] = seenOf(positions[e], first_seen[e], begin);
-                    attendLeaf<Shape>(leaf, ring, place, params, seen);
-                }
+        for (std::int64_t round = 0; true; enter(round)) {
+            if (has_round) {
+                if (has_leaf) attendLeaf<Shape>(leaf, ring, place, params, tokens, seen);
                 foldLeaves(leaf, has_leaf, leaf_number, first_row, shared, state);
             } else {
                 state.makeEmpty();
             }
             fold.add(round, state);
+            if (++round >> unit.round_bits != 0) break;
         }
-        storeUnit<head_dim>(launch, unit, state);
+        target.store(launch, unit, state);
         units.release();
     }
+    // Who waits for this launch waits for the one before.
+    waitForLaunchBefore();
 }
 
 template <NumberFormat format, int head_dim, int row_tiles>
@@ -319,8 +350,6 @@ __global__ void __launch_bounds__(AttendShape<format, head_dim, row_tiles>::thre
     letNextLaunchStart();
     if (static_cast<int>(threadIdx.x) < Shape::computing_threads) {
         takeRegisters<Shape::computing_registers>();
-        // q, and the outputs and workspace that may still be read.
-        waitForLaunchBefore();
         computeUnits<format, head_dim, row_tiles>(launch, shared, leaf_number,
                                                   warp / attend_warps * product_rows);
     } else {

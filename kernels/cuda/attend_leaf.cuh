@@ -36,6 +36,24 @@ __device__ __forceinline__ SeenTokens seenOf(std::int64_t position, std::int64_t
             static_cast<int>(max(last, std::int64_t{-1}))};
 }
 
+// Where the queries of a warp's tiles are: of each the row that the thread loads.
+template <int query_tiles>
+struct QueryRows {
+    const float* rows[query_tiles];  // null where the tile has none
+
+    __device__ __forceinline__ QueryRows(const AttendParams& params, const Unit& unit,
+                                         int first_row, int head_dim) {
+#pragma unroll
+        for (int n = 0; n < query_tiles; ++n) {
+            const int row =
+                first_row + n * product_rows + static_cast<int>(threadIdx.x) % warp_size / 4;
+            const bool exists = row < unit.rows;
+            const std::int64_t at = outputRow(params, unit, exists ? row : 0);
+            rows[n] = exists ? params.q + at * head_dim : nullptr;
+        }
+    }
+};
+
 // A warp's state of one leaf. Of each query tile a thread has the rows 2 * (lane % 4) and + 1 of
 // the product, in that order in its arrays, and of those states the elements Operand::outputOf(lane
 // / 4, half) of each step's 16: sums[n][i][0] and [1] of half 0, [2] and [3] of half 1. What takes
@@ -53,29 +71,22 @@ class Leaf {
     static constexpr float ln_2 = 0.693147181F;
 
 public:
-    // Rows of the tile beyond unit.rows are zeros. The rests of bf16 queries are kept in registers
+    // Rows that do not exist are zeros. The rests of bf16 queries are kept in registers
     // (Shape::keeps_rests) or lie at `rests` in shared memory, [query_tiles][steps][32] of 8 bytes:
     // this writes them when `writes_rests`.
-    __device__ Leaf(const AttendParams& params, const Unit& unit, int first_row, uint2* rests,
-                    bool writes_rests)
+    __device__ Leaf(const QueryRows<query_tiles>& queries, uint2* rests, bool writes_rests)
         : rests_(rests) {
         const int lane = static_cast<int>(threadIdx.x) % warp_size;
-        const int group = params.query_heads / params.kv_heads;
 #pragma unroll
         for (int n = 0; n < query_tiles; ++n) {
-            const int row = first_row + n * product_rows + lane / 4;
-            const bool exists = row < unit.rows;
-            const Unit::Query query = unit.query(exists ? row : 0, group);
-            const float* const q =
-                params.q +
-                (query.row * params.query_heads + unit.kv_head * group + query.head) * head_dim;
+            const float* const q = queries.rows[n];
 #pragma unroll
             for (int i = 0; i < Shape::steps; ++i) {
                 std::uint32_t rest[2];
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     float2 pair = make_float2(0.0F, 0.0F);
-                    if (exists)
+                    if (q != nullptr)
                         pair = *reinterpret_cast<const float2*>(q + 16 * i +
                                                                 Numbers::elementOf(lane % 4, half));
                     queries_[n][i][half] = Product::pack(pair.x, pair.y);

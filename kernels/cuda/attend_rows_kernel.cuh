@@ -317,11 +317,11 @@ __device__ __forceinline__ void storeRows(
 // weights of 0: it is left out.
 template <typename Shape, typename LeafState>
 __device__ __forceinline__ void attendRows(LeafState& leaf, const Ring& ring, RingPlace& place,
-                                           const AttendParams& params,
+                                           const AttendParams& params, int tokens,
                                            const WarpSeen<Shape>& seen) {
     const bool all_tiles = seen.tiles() == Shape::query_tiles;
     takeLeaf<Shape>(
-        ring, place, [&](int part, int first, std::uint32_t tile, std::uint64_t present) {
+        ring, place, tokens, [&](int part, int first, std::uint32_t tile, std::uint64_t present) {
             if (!seen.any(first)) return;
             if (part == 0) {
                 if (all_tiles)
@@ -352,7 +352,8 @@ __device__ __forceinline__ void computeRows(
     QueueReader units(shared.unitQueue(team));
     while (const Unit* const next = units.next()) {
         const Unit& unit = *next;
-        Leaf<format, head_dim, Shape> leaf(params, unit, first_row, nullptr, false);
+        Leaf<format, head_dim, Shape> leaf(
+            QueryRows<Shape::query_tiles>(params, unit, first_row, head_dim), nullptr, false);
         WarpSeen<Shape> seen(params, unit, first_row);
         fold.begin(unit.round_bits + 2);
         float lse = empty_lse;
@@ -370,7 +371,7 @@ __device__ __forceinline__ void computeRows(
             if (!whole_round && unit.sees(stripe)) {
                 seen.enter(params, unit, stripe * stripe_tokens);
                 leaf.clear();
-                attendRows<Shape>(leaf, ring, place, params, seen);
+                attendRows<Shape>(leaf, ring, place, params, unit.tokensOf(stripe), seen);
                 if (seen.any()) {
                     leaf.finish();
                     lse = leaf.normalise();

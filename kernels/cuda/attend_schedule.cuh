@@ -53,6 +53,13 @@ __host__ __device__ constexpr std::int64_t slotNumbers(int tile_rows, int head_d
 // Numbers of the workspace are counted by an int.
 static_assert(most_slots * slotNumbers(most_tile_rows, 256) < std::int64_t{1} << 31);
 
+// Mostly there is little to divide, and 64 bits take many times as long as 32.
+__device__ __forceinline__ std::int64_t divide(std::int64_t dividend, int divisor) {
+    if (dividend >> 32 == 0)
+        return static_cast<std::uint32_t>(dividend) / static_cast<std::uint32_t>(divisor);
+    return dividend / divisor;
+}
+
 // One run, as it is cut.
 struct RunShape {
     int first_lane;             // the lowest lane that this context rank owns
@@ -125,6 +132,12 @@ struct alignas(16) Unit {
         return stripe <= last_position / stripe_tokens && stripe >= first_seen / stripe_tokens;
     }
 
+    // How many tokens of a stripe that it sees come up to its last position.
+    [[nodiscard]] __device__ __forceinline__ int tokensOf(std::int64_t stripe) const {
+        return static_cast<int>(
+            min(last_position - stripe * stripe_tokens + 1, std::int64_t{stripe_tokens}));
+    }
+
     // Whether there is something in the round of four paths from `path` on. Of four siblings the
     // first is the lowest stripe, behind which there is nothing without a window.
     [[nodiscard]] __device__ __forceinline__ bool hasRound(std::int64_t path,
@@ -157,7 +170,7 @@ struct alignas(16) Unit {
     };
     [[nodiscard]] __device__ Query query(int row_of_tile, int group) const {
         const std::int64_t index = first_query + row_of_tile;
-        const std::int64_t row = index / group;
+        const std::int64_t row = divide(index, group);
         return {first_row + row, static_cast<int>(index - row * group), first_position + row};
     }
 };

@@ -146,6 +146,12 @@ __device__ __forceinline__ void fenceBulkCopies() {
 
 #endif
 
+// What this thread has done and seen, and others of its block before they synchronised with it,
+// comes before what it does behind this, for all threads of the device that do likewise.
+__device__ __forceinline__ void fenceDevice() {
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
+
 // For a launch that overlaps the one before it (launchOverlapping): nothing that came before may be
 // read, and nothing written, until this returns.
 __device__ __forceinline__ void waitForLaunchBefore() {
