@@ -91,7 +91,9 @@ void faultPoint(const char* place, int rank) {
     if (!fault || fault->place != place) return;
     const bool named = fault->rank == rank;
     const bool amid_collective = fault->place == collective;
-    if (!named && !amid_collective) return;
+    // The lowest of the other ranks holds the collective open.
+    const bool holds = amid_collective && rank == (fault->rank == 0 ? 1 : 0);
+    if (!named && !holds) return;
     static int visits = 0;
     if (++visits != fault->count) return;
     if (!amid_collective) {

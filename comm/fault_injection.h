@@ -5,14 +5,16 @@
 // the <count>-th (from 1, default 1) visit of the place raises SIGKILL or SIGSTOP. Places: start,
 // append, attend, join, collective.
 //
-// collective is visited just before the join's all-gather among several ranks is called, or a graph
-// that has some is launched; never while one is captured, as nothing runs then. The signal comes
-// amid the all-gather: the rank named goes on into it, and a thread of it raises the signal
-// collective_delay later; every other rank waits for collective_hold at its own <count>-th visit.
-// No all-gather ends before the last rank has entered it, whether it is the host that waits there
-// (MPI) or the GPU (NCCL, a graph). So the rank named is inside when the signal comes, provided
-// that it comes to the visit less than the difference of the two, 900 ms, after the first of the
-// others: ranks that decode, and meet at every step, are milliseconds apart.
+// collective is visited just before the join's all-gather of some rows among several ranks is
+// called, or a graph is launched among several ranks; never while one is captured, as nothing runs
+// then. The signal comes amid the all-gather: the rank named goes on into it, and a thread of it
+// raises the signal collective_delay later. The lowest of the other ranks waits for collective_hold
+// at its own <count>-th visit, all further ranks go into the all-gather too. No all-gather ends
+// before the last rank has entered it, whether it is the host that waits there (MPI) or the GPU
+// (NCCL, a graph; the first of NCCL connects, on the host). So the rank named, and from three ranks
+// on a survivor, are inside when the signal comes, provided that the rank named comes to its visit
+// less than the difference of the two, 900 ms, after the one that waits: ranks that decode, and
+// meet at every step, are milliseconds apart. Visits are those of the one thread that decodes.
 #pragma once
 
 #include <chrono>

@@ -17,7 +17,6 @@ struct TileShape {
     static constexpr int row_chunks = row_bytes / 16;
     // Copies of up to 8 KB, of which eight warps can have two under way each.
     static constexpr int tile_tokens = row_bytes <= 128 ? 64 : row_bytes <= 256 ? 32 : 16;
-    static constexpr int tiles = stripe_tokens / tile_tokens;  // of a leaf
     static constexpr std::uint64_t tile_mask = ~std::uint64_t{0} >> (64 - tile_tokens);
     static constexpr int steps = head_dim / 16;  // of a product over the head dim
     // A stage of the ring: rows, then, in that of K, the scales of K and of V.

@@ -165,8 +165,10 @@ __device__ __forceinline__ bool isLast(std::uint32_t* counter, std::uint32_t mem
     if (threadIdx.x % warp_size == 0) {
         fenceDevice();
         before = atomicAdd(counter, 1U);
-        fenceDevice();
-        if (before + 1 == members) *counter = 0;  // for the next launch
+        if (before + 1 == members) {
+            fenceDevice();
+            *counter = 0;  // for the next launch
+        }
     }
     before = __shfl_sync(all_lanes, before, 0);
     __syncwarp();

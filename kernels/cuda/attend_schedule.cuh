@@ -33,6 +33,8 @@ namespace kvgrid::cuda {
 inline constexpr int attend_warps = 4;
 inline constexpr int product_rows = 8;  // query rows of a matrix product
 inline constexpr int most_tile_rows = 128;
+// Behind all stripes; the positions of its tokens are numbers too.
+inline constexpr std::int64_t no_stripe = INT64_MAX / (2 * stripe_tokens);
 inline constexpr int queue_slots = 3;
 inline constexpr int most_stages = 8;           // of a ring
 inline constexpr int most_round_bits = 24;      // of a unit
@@ -149,9 +151,9 @@ struct alignas(16) Unit {
         return any;
     }
 
-    // The stripe at a path; a huge one where the tree has no such path.
+    // The stripe at a path; no_stripe where the tree has no such path.
     [[nodiscard]] __device__ std::int64_t stripeAt(std::int64_t path, int context_ranks) const {
-        if (path >> (shape.lane_bits + shape.stripe_bits) != 0) return INT64_MAX;
+        if (path >> (shape.lane_bits + shape.stripe_bits) != 0) return no_stripe;
         const auto lane_path = static_cast<unsigned>(path >> shape.stripe_bits);
         const std::int64_t lane =
             shape.first_lane +

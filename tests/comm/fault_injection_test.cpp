@@ -62,7 +62,7 @@ TEST_F(FaultInjectionDeathTest, AmidACollectiveTheKillComesBehindTheVisit) {
                 "^in the collective\n$");
 }
 
-TEST_F(FaultInjectionDeathTest, OtherRanksWaitAtTheVisitThatWasNamed) {
+TEST_F(FaultInjectionDeathTest, TheLowestOtherRankWaitsAtTheVisitThatWasNamed) {
     for (const char* fault : {"kill:collective:1:3", "stop:collective:1:3"}) {
         for (const int times : {2, 3, 9}) {
             EXPECT_EXIT(
@@ -75,13 +75,15 @@ TEST_F(FaultInjectionDeathTest, OtherRanksWaitAtTheVisitThatWasNamed) {
                 << fault << ", " << times << " visits";
         }
     }
-    EXPECT_EXIT(
-        {
-            const auto begin = steady_clock::now();
-            visit("kill:join:1", "collective", 0, 9);
-            std::_Exit(steady_clock::now() - begin < collective_hold ? 0 : 1);
-        },
-        testing::ExitedWithCode(0), "^$");
+    const auto goes_on = [](const char* fault, int rank) {
+        const auto begin = steady_clock::now();
+        visit(fault, "collective", rank, 9);
+        std::_Exit(steady_clock::now() - begin < collective_hold ? 0 : 1);
+    };
+    EXPECT_EXIT(goes_on("kill:join:1", 0), testing::ExitedWithCode(0), "^$");
+    EXPECT_EXIT(goes_on("kill:collective:1", 2), testing::ExitedWithCode(0), "^$");
+    EXPECT_EXIT(goes_on("kill:collective:0", 1), testing::ExitedWithCode(1), "^$");
+    EXPECT_EXIT(goes_on("kill:collective:0", 2), testing::ExitedWithCode(0), "^$");
 }
 
 TEST_F(FaultInjectionDeathTest, AMisspeltFaultThrows) {

@@ -23,7 +23,8 @@ In every case no process of the job is left (zombies aside), nothing new is in /
 --gpu, the GPU's memory is free again. Entries
 that a living process of another job has mapped are that job's. Exit code 0: all cases held.
 --json FILE: {"cases": [{"name", "kind", "exit_code", "seconds", "problems"}], "seconds"}, where a
-case's seconds are from the fault to the end of the job, and exit_code is null where it did not end.
+case's seconds are from the fault to the end of the job; null where there was no fault. exit_code is
+null where the job did not end.
 """
 
 import argparse
@@ -187,6 +188,7 @@ def finish(job, hurt_at, bound):
 
 
 def run_case(options, case):
+    """(seconds from the fault to the end, exit code, job, problems); null is what did not come."""
     timeout = options.timeout if case["kind"] == "stop" else options.patience
     arguments = ["--timeout", f"{timeout:g}"] + case.get("arguments", [])
     job = Job(options, arguments, case.get("fault"))
@@ -195,13 +197,13 @@ def run_case(options, case):
             pid = job.wait_for(lambda: pid_of_joined_rank(job.id, case["rank"]), START_LIMIT_S)
             time.sleep(case["delay"])
             if pid is None or job.is_over():
-                return 0, job, ["the job was over before the kill: give it more steps"]
+                return None, None, job, ["the job was over before the kill: give it more steps"]
             os.kill(pid, signal.SIGKILL)
             hurt_at = time.monotonic()
         else:
             hurt_at = job.wait_for(lambda: job.time_of(": injected fault: "), START_LIMIT_S)
             if hurt_at is None:
-                return 0, job, ["the fault never came"]
+                return None, None, job, ["the fault never came"]
         bound = options.bound
         if case["kind"] == "stop":
             bound += timeout + (HOLD_S if case["place"] == "collective" else 0)
@@ -216,7 +218,7 @@ def run_case(options, case):
         if options.verdict and case["rank"] != 0:
             said = any(line.startswith("FAILED: ") for _, line in job.lines)
             options.verdicts.append(said)
-        return took, job, problems
+        return took, code, job, problems
     finally:
         job.clean_up()
 
@@ -229,7 +231,7 @@ def all_cases(options):
         cases += [{"kind": "kill", "name": f"kill at {place}, rank {rank}", "rank": rank,
                    "fault": f"kill:{place}:{rank}:{visit}"} for rank in ranks]
     for index in range(options.collective):
-        rank, visit = index % options.ranks, options.visit + index
+        rank, visit = index % options.ranks, options.visit + index // options.ranks
         cases.append({"kind": "kill", "name": f"kill in collective, rank {rank}, visit {visit}",
                       "rank": rank, "fault": f"kill:collective:{rank}:{visit}"})
     draw = random.Random(options.seed)
@@ -258,7 +260,7 @@ def parse_arguments():
     parser.add_argument("--patience", type=float, default=60, help="the job's deadline otherwise")
     parser.add_argument("--visit", type=int, default=3, help="which visit of a place is hurt")
     parser.add_argument("--collective", type=int, default=0, metavar="N",
-                        help="more kills amid a collective: ranks in turn, at --visit, the next, ...")
+                        help="more kills amid a collective: of each rank at --visit, at the next, ...")
     parser.add_argument("--random", type=int, default=4, help="kills at random moments")
     parser.add_argument("--window", type=float, default=1.5, help="seconds from the joining of MPI to them")
     parser.add_argument("--seed", type=int, default=0)
@@ -280,12 +282,11 @@ def main():
     begun = time.monotonic()
     held, failed, results = {}, {}, []
     for case in all_cases(options):
-        took, job, problems = run_case(options, case)
-        code = job.process.poll()
+        took, code, job, problems = run_case(options, case)
         results.append({"name": case["name"], "kind": case["kind"], "exit_code": code,
-                        "seconds": round(took, 2), "problems": problems})
+                        "seconds": took and round(took, 2), "problems": problems})
         verdict = "ok" if not problems else "FAILED: " + "; ".join(problems)
-        print(f"{case['name']:36} exit {str(code):>4}  {took:5.2f} s  {verdict}", flush=True)
+        print(f"{case['name']:36} exit {str(code):>4}  {took or 0:5.2f} s  {verdict}", flush=True)
         if problems and sum(failed.values()) < 3:
             print("\n".join("    | " + line for _, line in job.lines[-40:]), flush=True)
         counts = failed if problems else held

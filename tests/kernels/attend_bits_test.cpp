@@ -70,21 +70,24 @@ TYPED_TEST(AttendBitsTest, Threads) {
     }
 }
 
-// The smallest trees that a GPU cuts in each way: into 16 units, which their own warps fold, and
-// into 32, which a kernel of its own does; of 8, 16 and 64 rows.
+// Small trees that a GPU cuts in each way: into 2 units and into 16, which their own warps fold,
+// and into 32, which a kernel of its own does; of 8, 16 and (from sm_90 on) 64 rows, of which an
+// odd number are there.
 TYPED_TEST(AttendBitsTest, CutTrees) {
-    constexpr std::int64_t shorter = 33 * stripe_tokens;
-    constexpr std::int64_t longer = 64 * stripe_tokens + 1;
-    const Runs runs{{.slot = 0, .rows = 1, .first_row = 0, .first_position = shorter - 1},
-                    {.slot = 1, .rows = 1, .first_row = 1, .first_position = longer - 1}};
-    for (const int group : {2, 12, 48}) {
+    const std::vector<std::int64_t> lengths{5 * stripe_tokens, 33 * stripe_tokens,
+                                            64 * stripe_tokens + 1};
+    Runs runs;
+    std::vector<Sequence> sequences;
+    for (int i = 0; i < 3; ++i) {
+        runs.push_back({.slot = i, .rows = 1, .first_row = i, .first_position = lengths[i] - 1});
+        sequences.push_back({.id = i, .length = lengths[i]});
+    }
+    for (const int group : {3, 13, 49}) {
         const Model model{.query_heads = group, .kv_heads = 1, .head_dim = 64};
         std::vector<States> results;
         for (const int threads : {1, 64}) {
             const auto device = TestFixture::Make::makeParallel(threads);
-            const PagedWorld world(*device, model, {},
-                                   {{.id = 0, .length = shorter}, {.id = 1, .length = longer}});
-            results.push_back(attend(world, runs));
+            results.push_back(attend(PagedWorld(*device, model, {}, sequences), runs));
         }
         EXPECT_TRUE(sameBits(results[0], results[1])) << "group " << group;
     }

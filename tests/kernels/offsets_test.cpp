@@ -291,6 +291,10 @@ protected:
         const auto lse = Traits::makeSparse(device, rows * query_heads * 4);
         for (const auto* memory : {&q, &k, &v, &rotated, &out, &lse})
             if ((*memory)->data() == nullptr) GTEST_SKIP() << "no room for 2^32 elements of q";
+        const std::size_t plan_bytes =
+            device.operations().attendPlanBytes(plan_rows, 1, query_heads);
+        if (device.freeMemory() < static_cast<std::int64_t>(plan_bytes) + (std::int64_t{1} << 30))
+            GTEST_SKIP() << "no room for a plan of " << plan_bytes << " bytes";
         const auto runs = DeviceArray<kvgrid::Run>::of(
             device, {{.slot = 0, .rows = 1, .first_row = row, .first_position = position}});
         device.operations().append({.rows = rows,
