@@ -115,7 +115,9 @@ __device__ __forceinline__ void foldRound(const float* exchange, const RoundWeig
 template <int head_dim>
 class UnitTarget {
 public:
-    __device__ __forceinline__ UnitTarget(const AttendLaunch& launch, const Unit& unit) {
+    __device__ __forceinline__ UnitTarget(const AttendLaunch& launch, const Unit& unit)
+        : launch_(launch),
+          unit_(unit) {
         const int row = static_cast<int>(threadIdx.x) / 16;
         if (unit.cutBits() == 0) {
             const std::int64_t to = outputRow(launch.params, unit, min(row, unit.rows - 1));
@@ -129,26 +131,27 @@ public:
         }
     }
 
-    __device__ __forceinline__ void store(const AttendLaunch& launch, const Unit& unit,
-                                          const RowPart<head_dim>& state) const {
+    __device__ __forceinline__ void store(const RowPart<head_dim>& state) const {
         constexpr int warp_rows = warp_size / 16;
         const int warp = static_cast<int>(threadIdx.x) / warp_size;
-        const int rows = min(unit.rows - warp * warp_rows, warp_rows);
+        const int rows = min(unit_.rows - warp * warp_rows, warp_rows);
         if (rows <= 0) return;
         const int element = static_cast<int>(threadIdx.x) % 16;
-        if (static_cast<int>(threadIdx.x) / 16 < unit.rows) {
+        if (static_cast<int>(threadIdx.x) / 16 < unit_.rows) {
             const bool empty = state.lse == empty_lse;
 #pragma unroll
             for (int i = 0; i < head_dim / 16; ++i)
                 out_[16 * i + element] = empty ? 0.0F : state.out[i];
             if (element == 0) *lse_ = state.lse;
         }
-        const int cut_bits = unit.cutBits();
+        const int cut_bits = unit_.cutBits();
         if (cut_bits > 0 && cut_bits <= small_tree_bits)
-            foldTree<head_dim>(launch, unit, warp, warp * warp_rows, rows);
+            foldTree<head_dim>(launch_, unit_, warp, warp * warp_rows, rows);
     }
 
 private:
+    const AttendLaunch& launch_;
+    const Unit& unit_;
     float* out_;
     float* lse_;
 };
@@ -308,7 +311,7 @@ __device__ __forceinline__ void computeUnits(
             fold.add(round, state);
             if (++round >> unit.round_bits != 0) break;
         }
-        target.store(launch, unit, state);
+        target.store(state);
         units.release();
     }
     // Who waits for this launch waits for the one before.
