@@ -11,7 +11,7 @@
 
 namespace kvgrid::cpu {
 
-class CpuDevice final : public Device {
+class CpuDevice : public Device {
 public:
     // threads >= 1. The calling thread counts as one of them.
     explicit CpuDevice(int threads);
