@@ -235,9 +235,9 @@ void DecodeRun::reserve(std::int64_t rows) {
         *process_, config.geometry.layers *
                        padded(bucket * config.geometry.query_heads * workload_.headDim() *
                               static_cast<std::int64_t>(bytesPerElement(config.output_format)))));
-    // A graph moves the rows of its bucket whatever the step has.
-    inputs_->memory.fill(0);
-    out_->fill(0);
+    // A graph moves the rows of its bucket whatever the step has: NaN, as they must not matter.
+    inputs_->memory.fill(0xFF);
+    out_->fill(0xFF);
 }
 
 void DecodeRun::makeInput(int layer, std::span<const RowInput> rows, Inputs& inputs, int room) {
@@ -248,7 +248,8 @@ void DecodeRun::makeInput(int layer, std::span<const RowInput> rows, Inputs& inp
     const bool wrong = planted_ && process_->rank() == 0;
     const auto padded_k = static_cast<std::size_t>(inputs.q_bytes);
     const std::size_t padded_v = padded_k + static_cast<std::size_t>(inputs.kv_bytes);
-    host_.resize(padded_v + rows.size() * kv_bytes);
+    // NaN where the room has no row of this step.
+    host_.assign(padded_v + rows.size() * kv_bytes, std::byte{0xFF});
 
     const auto make = [&](std::size_t row) {
         const Workload& data = rows[row].drafted ? drafts_ : workload_;

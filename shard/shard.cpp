@@ -5,6 +5,8 @@
 #include <string>
 #include <utility>
 
+#include "shard/poison.h"
+
 namespace kvgrid {
 
 namespace {
@@ -105,6 +107,8 @@ Result<Shard> Shard::create(Device& device, const ShardConfig& config) {
         if (!device_pool) return tl::unexpected<Failure>(device_pool.error());
         Result<Pool> host_pool = Pool::onHost(device, group.block, limits.groups[i].host_blocks);
         if (!host_pool) return tl::unexpected<Failure>(host_pool.error());
+        poison(device, device_pool->view().data, static_cast<std::size_t>(device_pool->bytes()));
+        poisonHost(*host_pool);
         Result<BlockTables> tables =
             BlockTables::create(device, limits, static_cast<int>(i), config.place.context);
         if (!tables) return tl::unexpected<Failure>(tables.error());
@@ -138,6 +142,8 @@ Result<Shard> Shard::create(Device& device, const ShardConfig& config) {
     if (!lse) return tl::unexpected<Failure>(lse.error());
     Result<Buffer> workspace = Buffer::onDevice(device, workspaceBytes(device, config));
     if (!workspace) return tl::unexpected<Failure>(workspace.error());
+    for (const Buffer* buffer : {&*q, &*out, &*lse, &*workspace})
+        poison(device, buffer->data(), buffer->bytes());
     device.synchronize(
         device.defaultStream());  // tables are clear, scales there, whatever stream comes first
     return Shard(device, config,

@@ -6,9 +6,12 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <map>
 #include <numeric>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -607,6 +610,59 @@ TEST_F(ShardTest, APoolThatCannotBeHadIsNamedInBytes) {
     ASSERT_FALSE(shard);
     EXPECT_EQ(shard.error().code, ErrorCode::does_not_fit);
     EXPECT_THAT(shard.error().message, HasSubstr("bytes"));
+}
+
+// A device whose new memory can be told from what was written.
+class MarkedDevice : public test::LateBase {
+public:
+#ifdef KVGRID_TEST_CUDA
+    MarkedDevice() : CudaDevice(0) {}
+#else
+    MarkedDevice() : LateDevice(test::Streams::none) {}
+#endif
+    [[nodiscard]] void* allocate(std::size_t bytes) override {
+        void* const memory = test::LateBase::allocate(bytes);
+        if (memory != nullptr) {
+            fill(memory, mark, bytes, defaultStream());
+            synchronize(defaultStream());
+        }
+        return memory;
+    }
+    [[nodiscard]] void* allocateHost(std::size_t bytes) override {
+        void* const memory = test::LateBase::allocateHost(bytes);
+        return memory == nullptr ? nullptr : std::memset(memory, mark, bytes);
+    }
+    static constexpr std::uint8_t mark = 0x5A;
+};
+
+std::vector<std::byte> bytesOf(Device& device, const Pool& pool) {
+    std::vector<std::byte> bytes(static_cast<std::size_t>(pool.bytes()));
+    device.copy(bytes.data(), pool.view().data, bytes.size(), device.defaultStream());
+    device.synchronize(device.defaultStream());
+    return bytes;
+}
+
+TEST_F(ShardTest, PoolsOfATestBuildBeginAsNaN) {
+#ifndef KVGRID_FAULT_INJECTION
+    GTEST_SKIP() << "built without KVGRID_FAULT_INJECTION";
+#endif
+    const char* const before = std::getenv("KVGRID_POISON");
+    const std::string kept = before == nullptr ? "" : before;
+    for (const bool poisoned : {true, false}) {
+        ::setenv("KVGRID_POISON", poisoned ? "" : "0", 1);
+        RigShape setup;
+        setup.host_blocks = 3;
+        MarkedDevice device;
+        const Shard shard = Shard::create(device, shardConfig(setup)).value();
+        const auto all = std::byte{poisoned ? std::uint8_t{0xFF} : MarkedDevice::mark};
+        for (const Pool* pool : {&shard.devicePool(0), &shard.hostPool(0)}) {
+            const std::vector<std::byte> bytes = bytesOf(device, *pool);
+            EXPECT_GT(bytes.size(), 0U);
+            EXPECT_TRUE(std::all_of(bytes.begin(), bytes.end(),
+                                    [all](std::byte byte) { return byte == all; }));
+        }
+    }
+    ::setenv("KVGRID_POISON", kept.c_str(), 1);
 }
 
 // Two sequences, of which one fits: every turn all blocks of one leave and all of the other come.
