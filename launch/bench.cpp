@@ -161,7 +161,11 @@ private:
     // Notes when it has changed.
     [[nodiscard]] Result<void> measureCeilingAgain();
     // Ranks of this host take turns on its cores.
-    [[nodiscard]] bool isOversubscribed() const;
+    [[nodiscard]] bool shareCores() const;
+    // Ranks take turns, so that what one measures depends on what the others do.
+    [[nodiscard]] bool isOversubscribed() const {
+        return shareCores() || shareAGpu(process_.ranks());
+    }
     // Notes of what makes the numbers mean less.
     void warn();
     [[nodiscard]] Result<void> fill(DecodeRun& decode, const Batch& batch);
@@ -273,16 +277,17 @@ Result<void> BenchRun::measureCeilingAgain() {
     return {};
 }
 
-bool BenchRun::isOversubscribed() const {
+bool BenchRun::shareCores() const {
     const std::int64_t threads = std::int64_t{process_.nodeSize()} * process_.threads();
     return process_.device() == DeviceKind::cpu && threads > sysconf(_SC_NPROCESSORS_ONLN);
 }
 
 void BenchRun::warn() {
     if (isOversubscribed()) {
-        report_.note(
-            "more threads than cores: times include waiting for a core, there is no share of the "
-            "ceiling");
+        report_.note(fmt::format("{}, there is no share of the ceiling",
+                                 shareCores()
+                                     ? "more threads than cores: times include waiting for a core"
+                                     : "ranks share a GPU: times include waiting for it"));
     }
     const std::int64_t cache = process_.device() == DeviceKind::cpu ? lastLevelCacheBytes() : 0;
     for (const Batch& batch : setup_.batches) {

@@ -1,10 +1,13 @@
 #include "launch/ranks.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdio>
 #include <cstring>
 #include <exception>
 #include <new>
+#include <set>
+#include <utility>
 
 namespace kvgrid::launch {
 
@@ -77,6 +80,13 @@ Result<void> agree(Process& process, const Result<void>& mine) {
         }
     }
     return {};
+}
+
+bool shareAGpu(std::span<const RankDescription> ranks) {
+    std::set<std::pair<std::string, std::string>> seen;
+    return std::any_of(ranks.begin(), ranks.end(), [&](const RankDescription& rank) {
+        return rank.device.starts_with("cuda") && !seen.emplace(rank.host, rank.device).second;
+    });
 }
 
 Result<Destination> openDestination(Process& process, const std::string& json,

@@ -38,6 +38,9 @@ int answer(const std::string& text);
 [[nodiscard]] std::vector<std::vector<double>> gatherValues(Process& process,
                                                             std::span<const double> values);
 
+// Whether two of these ranks have one GPU.
+[[nodiscard]] bool shareAGpu(std::span<const RankDescription> ranks);
+
 // Collective. Rank 0's destination, checked; every rank gets its verdict.
 [[nodiscard]] Result<Destination> openDestination(Process& process, const std::string& json,
                                                   const std::string& csv);
