@@ -15,11 +15,23 @@ std::string textOf(const std::vector<std::byte>& bytes) {
     return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
 
+Result<int> countGpus(const NodePlace& place) {
+    try {
+        return cudaDeviceCount();
+    } catch (const Error& error) {
+        if (error.code() != ErrorCode::unavailable) throw;
+        return failure(error.code(), fmt::format("host {}: {}", place.host, error.what()));
+    }
+}
+
 // GPUs for all ranks or for none: else some would be right for the wrong reason.
 Result<DeviceKind> chooseKind(Control& control, const ProcessOptions& options,
                               const NodePlace& place) {
     if (options.device == DeviceKind::cpu) return DeviceKind::cpu;
-    const int count = cudaDeviceCount();
+    const Result<int> counted = countGpus(place);
+    if (auto agreed = control.agree(counted.map([](int) {})); !agreed)
+        return tl::unexpected(agreed.error());
+    const int count = *counted;
     if (!options.device && control.maximum(count) == 0) return DeviceKind::cpu;
     Result<void> mine;
     if (count == 0) {

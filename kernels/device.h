@@ -175,7 +175,7 @@ private:
 [[nodiscard]] std::unique_ptr<Device> makeCudaDevice(int index);
 
 // GPUs that CUDA counts in this process; 0 without a driver or without the CUDA device in this
-// build.
+// build. Throws Error (unavailable), naming CUDA's, when there is a driver that cannot count.
 [[nodiscard]] int cudaDeviceCount();
 // As Device::id, before the device is made.
 [[nodiscard]] std::string cudaDeviceId(int index);

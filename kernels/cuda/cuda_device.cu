@@ -287,9 +287,14 @@ std::unique_ptr<Device> makeCudaDevice(int index) {
 
 int cudaDeviceCount() {
     int count = 0;
-    if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
+    const cudaError_t status = cudaGetDeviceCount(&count);
+    if (status == cudaSuccess) return count;
     (void)cudaGetLastError();
-    return 0;
+    if (status == cudaErrorNoDevice) return 0;
+    int driver = 0;  // stays 0 without one; else it is too old
+    cuda::check(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
+    if (status == cudaErrorInsufficientDriver && driver == 0) return 0;
+    throw Error(ErrorCode::unavailable, cuda::describe("cudaGetDeviceCount", status));
 }
 
 std::string cudaDeviceId(int index) {
