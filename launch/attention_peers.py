@@ -51,6 +51,7 @@ class Shape:
         self.longest = max(self.lengths)
         # New tokens of each sequence, its last ones: row i sees length - rows + i + 1 tokens.
         self.rows = row["rows"]
+        self.window = row["window"]  # tokens that a row sees; None: all
         self.even = min(self.lengths) == self.longest
         self.query_heads = row["query_heads"]
         self.kv_heads = row["kv_heads"]
@@ -143,6 +144,8 @@ class Peer:
 
     def measure(self, shape):
         """The answer for a shape, of its fastest form."""
+        if shape.window is not None:
+            raise Unable("windows are not compared")
         if shape.rows > 1 and not self.many_rows:
             raise Unable("several new tokens a sequence are not compared")
         inputs = self.prepare(shape)

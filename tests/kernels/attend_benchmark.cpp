@@ -47,8 +47,9 @@ constexpr std::int64_t default_pool_gib = 2;
 constexpr const char* usage = R"( [--shape SHAPE]... [--only TEXT] [--formats LIST] [--json FILE]
         [--gib POOL] [--threads N]
 
-  --shape    BATCHxCONTEXT[+BATCHxCONTEXT...]xQUERY/KV[xDIM][qROWS]: sequences, heads, head dim (128)
-             and new tokens of each (1); again for another shape. Otherwise a list of its own
+  --shape    BATCHxCONTEXT[+BATCHxCONTEXT...]xQUERY/KV[xDIM][qROWS][wWINDOW]: sequences, heads, head
+             dim (128), new tokens of each (1), tokens that a row sees (all); again for another
+             shape. Otherwise a list of its own
   --only     of the list, the shapes that have TEXT in their name
   --formats  of K and V, with commas: bf16, fp16, fp8, int8 (bf16)
   --json     the report, in a new file
@@ -129,6 +130,7 @@ public:
                            {"format", name(format_)},
                            {"sequences", shape.sequences()},
                            {"rows", shape.rows},
+                           {"window", nullptr},
                            {"query_heads", shape.query_heads},
                            {"kv_heads", shape.kv_heads},
                            {"head_dim", shape.head_dim},
@@ -142,6 +144,7 @@ public:
                            {"plain_roof_share", nullptr},
                            {"checked", checked.vectors},
                            {"max_rel_error", checked.max_rel_error}};
+        if (shape.window > 0) row["window"] = shape.window;
         const auto add = [&](const std::string& launch, std::optional<double> microseconds) {
             row[launch + "_us"] = nullptr;
             row[launch + "_gb_per_s"] = nullptr;

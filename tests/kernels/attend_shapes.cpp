@@ -1,8 +1,10 @@
 #include "tests/kernels/attend_shapes.h"
 
+#include <algorithm>
 #include <array>
-#include <numeric>
 #include <regex>
+
+#include "kernels/paging.h"
 
 namespace kvgrid {
 namespace {
@@ -45,16 +47,22 @@ constexpr std::array<std::int64_t, 64> conversation_lengths{
 
 }  // namespace
 
+std::int64_t AttendShape::firstSeen(std::int64_t length) const {
+    return kvgrid::firstSeen(length - rows, window);
+}
+
 std::int64_t AttendShape::blocks(std::int64_t block_size) const {
     std::int64_t count = 0;
     for (const std::int64_t length : lengths)
-        count += (length + block_size - 1) / block_size;
+        count += (length + block_size - 1) / block_size - firstSeen(length) / block_size;
     return count;
 }
 
 std::int64_t AttendShape::bytes(NumberFormat format) const {
-    return std::accumulate(lengths.begin(), lengths.end(), std::int64_t{0}) * kv_heads * 2 *
-           rowBytes(head_dim, format);
+    std::int64_t tokens = 0;
+    for (const std::int64_t length : lengths)
+        tokens += length - firstSeen(length);
+    return tokens * kv_heads * 2 * rowBytes(head_dim, format);
 }
 
 std::int64_t AttendShape::blockBytes(std::int64_t block_size, NumberFormat format) const {
@@ -66,8 +74,13 @@ std::int64_t AttendShape::blockBytes(std::int64_t block_size, NumberFormat forma
 
 std::int64_t AttendShape::multiplyAdds() const {
     std::int64_t seen = 0;
-    for (const std::int64_t length : lengths)
-        seen += rows * length - rows * (rows - 1) / 2;
+    for (const std::int64_t length : lengths) {
+        // Each row sees a token more than the one before it, up to the window.
+        const std::int64_t first = length - rows + 1;
+        const std::int64_t growing =
+            window == 0 ? rows : std::clamp<std::int64_t>(window - first, 0, rows);
+        seen += growing * first + growing * (growing - 1) / 2 + (rows - growing) * window;
+    }
     return seen * query_heads * head_dim * 2;
 }
 
@@ -82,12 +95,13 @@ std::vector<std::pair<std::int64_t, std::int64_t>> AttendShape::sequences() cons
 
 Result<AttendShape> parseAttendShape(std::string_view text) {
     static const std::regex whole(
-        R"((\d{1,9}x\d{1,9}[KM]?(?:\+\d{1,9}x\d{1,9}[KM]?)*)x(\d{1,4})/(\d{1,4})(?:x(\d{1,4}))?(?:q(\d{1,9}))?)");
+        R"((\d{1,9}x\d{1,9}[KM]?(?:\+\d{1,9}x\d{1,9}[KM]?)*)x(\d{1,4})/(\d{1,4})(?:x(\d{1,4}))?(?:q(\d{1,9}))?(?:w(\d{1,9}[KM]?))?)");
     static const std::regex term(R"((\d+)x(\d+[KM]?))");
     AttendShape shape{.name = std::string(text), .lengths = {}};
     std::smatch match;
     if (!std::regex_match(shape.name, match, whole))
-        return invalid(text, "is no BATCHxCONTEXT[+BATCHxCONTEXT...]xQUERY/KV[xDIM][qROWS]");
+        return invalid(text,
+                       "is no BATCHxCONTEXT[+BATCHxCONTEXT...]xQUERY/KV[xDIM][qROWS][wWINDOW]");
     const std::string terms = match[1];
     std::int64_t total = 0;
     for (std::sregex_iterator i(terms.begin(), terms.end(), term); i != std::sregex_iterator();
@@ -110,6 +124,10 @@ Result<AttendShape> parseAttendShape(std::string_view text) {
     for (const std::int64_t length : shape.lengths)
         if (shape.rows < 1 || shape.rows > length)
             return invalid(text, "has new tokens that are none, or more than a sequence");
+    if (match[6].matched) {
+        shape.window = size(match[6]);
+        if (shape.window < 1) return invalid(text, "has a window that is none, or too large");
+    }
     return shape;
 }
 

@@ -32,6 +32,11 @@ TEST(AttendShapes, TextSaysLengthsHeadsAndRows) {
     EXPECT_EQ(ragged.kv_heads, 1);
     EXPECT_EQ(ragged.head_dim, 256);
     EXPECT_EQ(ragged.rows, 5);
+    EXPECT_EQ(ragged.window, 0);
+
+    const AttendShape window = orThrow(parseAttendShape("8x32Kx64/8x64q2w4K"));
+    EXPECT_EQ(window.rows, 2);
+    EXPECT_EQ(window.window, 4096);
 }
 
 TEST(AttendShapes, BytesAreOfTokensOrOfBlocks) {
@@ -42,11 +47,25 @@ TEST(AttendShapes, BytesAreOfTokensOrOfBlocks) {
     EXPECT_EQ(shape.blockBytes(64, NumberFormat::bf16), 192 * 2 * 2 * 64 * 2);
 }
 
+TEST(AttendShapes, BehindAWindowAreNeitherTokensNorBlocks) {
+    // Rows at 998 and 999 see 100 tokens each, those from 899 on.
+    const AttendShape shape = orThrow(parseAttendShape("1x1000+1x50x8/2x64q2w100"));
+    EXPECT_EQ(shape.firstSeen(1000), 899);
+    EXPECT_EQ(shape.firstSeen(50), 0);
+    EXPECT_EQ(shape.bytes(NumberFormat::bf16), (101 + 50) * 2 * 2 * 64 * 2);
+    EXPECT_EQ(shape.blocks(64), 2 + 1);  // 14 and 15 of the first
+    EXPECT_EQ(shape.blockBytes(64, NumberFormat::bf16), 3 * 64 * 2 * 2 * 64 * 2);
+}
+
 TEST(AttendShapes, MultiplyAddsAreOfTheTokensThatRowsSee) {
     const AttendShape one = orThrow(parseAttendShape("2x100x8/2x64"));
     EXPECT_EQ(one.multiplyAdds(), 2 * 100 * 8 * 64 * 2);
     const AttendShape several = orThrow(parseAttendShape("1x10x4/1x64q3"));
     EXPECT_EQ(several.multiplyAdds(), (8 + 9 + 10) * 4 * 64 * 2);
+    const AttendShape window = orThrow(parseAttendShape("1x10+1x100x4/1x64q3w9"));
+    EXPECT_EQ(window.multiplyAdds(), (8 + 9 + 9 + 9 + 9 + 9) * 4 * 64 * 2);
+    const AttendShape wide = orThrow(parseAttendShape("1x10x4/1x64q3w1M"));
+    EXPECT_EQ(wide.multiplyAdds(), several.multiplyAdds());
 }
 
 TEST(AttendShapes, WhatIsNoShapeIsRefusedByName) {
@@ -70,7 +89,10 @@ TEST(AttendShapes, WhatIsNoShapeIsRefusedByName) {
                                        {"1x1Kx8/1x0", "head dim"},
                                        {"1x1Kx8/1x272", "head dim"},
                                        {"1x1K+1x4x8/1q5", "more than a sequence"},
-                                       {"1x1Kx8/1q0", "new tokens that are none"}}) {
+                                       {"1x1Kx8/1q0", "new tokens that are none"},
+                                       {"1x1Kx8/1w0", "a window that is none"},
+                                       {"1x1Kx8/1w4Kq2", "is no BATCHxCONTEXT"},
+                                       {"1x1Kx8/1w", "is no BATCHxCONTEXT"}}) {
         const Result<AttendShape> shape = parseAttendShape(text);
         ASSERT_FALSE(shape.has_value()) << text;
         EXPECT_EQ(shape.error().code, ErrorCode::invalid_argument);

@@ -151,8 +151,10 @@ public:
         std::vector<Run> runs;
         auto next = ids.begin();
         for (std::size_t i = 0; i < shape.lengths.size(); ++i) {
-            const std::int64_t count = (shape.lengths[i] + block_size - 1) / block_size;
-            std::copy_n(next, count, table_.begin() + static_cast<std::ptrdiff_t>(i) * columns_);
+            const std::int64_t before = shape.firstSeen(shape.lengths[i]) / block_size;
+            const std::int64_t count = (shape.lengths[i] + block_size - 1) / block_size - before;
+            std::copy_n(next, count,
+                        table_.begin() + static_cast<std::ptrdiff_t>(i) * columns_ + before);
             next += count;
             const auto slot = static_cast<std::int32_t>(i);
             runs.push_back({.slot = slot,
@@ -179,6 +181,7 @@ public:
                    .kv_heads = shape.kv_heads,
                    .head_dim = shape.head_dim,
                    .scale = 1.0F / std::sqrt(static_cast<float>(shape.head_dim)),
+                   .window = shape.window,
                    .q = buffers_[2].as<float>(),
                    .runs = buffers_[1].as<Run>(),
                    .run_count = run_count,
@@ -222,7 +225,7 @@ public:
         for (std::size_t tries = 0; tries < most_checked; ++tries) {
             const std::int64_t vector =
                 static_cast<std::int64_t>(random()) % (rows_ * shape_->query_heads);
-            tokens += position(vector / shape_->query_heads) + 1;
+            tokens += tokensSeen(vector / shape_->query_heads);
             if (tokens > checked_tokens && vectors.size() >= least_checked) break;
             vectors.insert(vector);
         }
@@ -250,6 +253,9 @@ private:
         return shape_->lengths[static_cast<std::size_t>(row / shape_->rows)] - shape_->rows +
                row % shape_->rows;
     }
+    [[nodiscard]] std::int64_t tokensSeen(std::int64_t row) const {
+        return position(row) + 1 - firstSeen(position(row), shape_->window);
+    }
 
     [[nodiscard]] double error(const std::vector<float>& out, std::int64_t vector) const {
         const auto dim = static_cast<std::size_t>(shape_->head_dim);
@@ -259,11 +265,13 @@ private:
         const auto first = static_cast<std::size_t>(vector) * dim;
         const std::vector<double> q(q_.begin() + static_cast<std::ptrdiff_t>(first),
                                     q_.begin() + static_cast<std::ptrdiff_t>(first + dim));
-        const std::int64_t tokens = position(row) + 1;
+        const std::int64_t tokens = tokensSeen(row);
+        const std::int64_t first_seen = position(row) + 1 - tokens;
         std::vector<double> k(static_cast<std::size_t>(tokens) * dim);
         std::vector<double> v(k.size());
         const PoolView& pool = params_.pool;
-        for (std::int64_t token = 0; token < tokens; ++token) {
+        for (std::int64_t i = 0; i < tokens; ++i) {
+            const std::int64_t token = first_seen + i;
             const std::int64_t block = table_[static_cast<std::size_t>(
                 row / shape_->rows * columns_ + token / block_size)];
             const std::int64_t key = params_.layer * pool.layer_stride + block * pool.block_stride +
@@ -275,12 +283,13 @@ private:
             const double key_scale = pattern_->scaleAt(scale);
             const double value_scale = pattern_->scaleAt(scale + pool.value_offset);
             const auto width = static_cast<int>(bytesPerElement(pool.format));
-            for (int i = 0; i < shape_->head_dim; ++i) {
+            for (int element = 0; element < shape_->head_dim; ++element) {
                 const std::int64_t stored =
-                    std::int64_t{width} * (device_->kind() == DeviceKind::cuda
-                                               ? storedElement(token, i, shape_->head_dim, width)
-                                               : i);
-                const auto to = static_cast<std::size_t>(token * shape_->head_dim + i);
+                    std::int64_t{width} *
+                    (device_->kind() == DeviceKind::cuda
+                         ? storedElement(token, element, shape_->head_dim, width)
+                         : element);
+                const auto to = static_cast<std::size_t>(i * shape_->head_dim + element);
                 k[to] = pattern_->at(key + stored) * key_scale;
                 v[to] = pattern_->at(key + pool.value_offset + stored) * value_scale;
             }

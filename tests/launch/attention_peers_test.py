@@ -60,10 +60,10 @@ class Packed(Fp32, attention_peers.Sdpa):
         return self.attend(q, k, v, **mask)[0].transpose(0, 1)
 
 
-def shape(sequences, rows):
-    return attention_peers.Shape({"sequences": sequences, "rows": rows, "query_heads": 8,
-                                  "kv_heads": 2, "head_dim": 64, "format": "bf16", "layers": 2,
-                                  "launches": 2})
+def shape(sequences, rows, window=None):
+    return attention_peers.Shape({"sequences": sequences, "rows": rows, "window": window,
+                                  "query_heads": 8, "kv_heads": 2, "head_dim": 64,
+                                  "format": "bf16", "layers": 2, "launches": 2})
 
 
 class Rows(unittest.TestCase):
@@ -89,6 +89,10 @@ class Rows(unittest.TestCase):
         for rows in (2, 69):
             error, = self.errors(UpperLeft(), [[2, 70]], rows).values()
             self.assertGreater(error, attention_peers.ERROR_BOUND)
+
+    def test_windows_are_not_compared(self):
+        with self.assertRaisesRegex(attention_peers.Unable, "windows"):
+            Torch().measure(shape([[2, 70]], 1, window=16))
 
     def test_measured(self):
         answer = Torch().measure(shape([[2, 70]], 7))
