@@ -130,7 +130,7 @@ public:
                            {"format", name(format_)},
                            {"sequences", shape.sequences()},
                            {"rows", shape.rows},
-                           {"window", nullptr},
+                           {"window", shape.window > 0 ? nlohmann::json(shape.window) : nullptr},
                            {"query_heads", shape.query_heads},
                            {"kv_heads", shape.kv_heads},
                            {"head_dim", shape.head_dim},
@@ -144,7 +144,6 @@ public:
                            {"plain_roof_share", nullptr},
                            {"checked", checked.vectors},
                            {"max_rel_error", checked.max_rel_error}};
-        if (shape.window > 0) row["window"] = shape.window;
         const auto add = [&](const std::string& launch, std::optional<double> microseconds) {
             row[launch + "_us"] = nullptr;
             row[launch + "_gb_per_s"] = nullptr;

@@ -22,8 +22,8 @@ import attention_peers  # noqa: E402
 def shape(name, sequences, plain_us, graph_us):
     tokens = sum(count * length for count, length in sequences)
     return {"shape": name, "format": "bf16", "sequences": sequences, "rows": 1, "window": None,
-            "query_heads": 8, "kv_heads": 2, "head_dim": 64, "kv_bytes": tokens * 2 * 2 * 64 * 2, "layers": 4,
-            "launches": 8, "plain_us": plain_us, "graph_us": graph_us}
+            "query_heads": 8, "kv_heads": 2, "head_dim": 64, "kv_bytes": tokens * 2 * 2 * 64 * 2,
+            "layers": 4, "launches": 8, "plain_us": plain_us, "graph_us": graph_us}
 
 
 SHAPES = [shape("1x1Kx8/2x64", [[1, 1024]], 20.0, 10.0),

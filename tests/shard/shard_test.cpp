@@ -3,6 +3,7 @@
 #include "shard/shard.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -642,7 +643,7 @@ std::vector<std::byte> bytesOf(Device& device, const Pool& pool) {
     return bytes;
 }
 
-TEST_F(ShardTest, PoolsOfATestBuildBeginAsNaN) {
+TEST_F(ShardTest, PoolsAndStatesOfATestBuildBeginAsNaN) {
 #ifndef KVGRID_FAULT_INJECTION
     GTEST_SKIP() << "built without KVGRID_FAULT_INJECTION";
 #endif
@@ -661,8 +662,17 @@ TEST_F(ShardTest, PoolsOfATestBuildBeginAsNaN) {
             EXPECT_TRUE(std::all_of(bytes.begin(), bytes.end(),
                                     [all](std::byte byte) { return byte == all; }));
         }
+        for (const float* numbers : {shard.states(), shard.lse()}) {
+            std::array<std::byte, sizeof(float)> number{};
+            device.copy(number.data(), numbers, number.size(), device.defaultStream());
+            device.synchronize(device.defaultStream());
+            EXPECT_THAT(number, testing::Each(all));
+        }
     }
-    ::setenv("KVGRID_POISON", kept.c_str(), 1);
+    if (before == nullptr)
+        ::unsetenv("KVGRID_POISON");
+    else
+        ::setenv("KVGRID_POISON", kept.c_str(), 1);
 }
 
 // Two sequences, of which one fits: every turn all blocks of one leave and all of the other come.
