@@ -50,7 +50,7 @@ KVGRID_HOST_DEVICE float expOfNonPositive(float x) {
 
 // log(x) for 1 <= x <= 2, to 1e-7: 2 artanh((x - 1) / (x + 1)), by its series.
 KVGRID_HOST_DEVICE float logOfOneToTwo(float x) {
-    const float z = quotient(sum(x, -1.0F), sum(x, 1.0F));
+    const float z = quotientBy1To3(sum(x, -1.0F), sum(x, 1.0F));
     const float w = product(z, z);
     float p = 1.0F / 13.0F;
     p = step(p, w, 1.0F / 11.0F);
@@ -74,14 +74,20 @@ struct MergeWeights {
 // Exactly (1, 0, left_lse) or (0, 1, right_lse) when the other side is empty; callers then copy
 // instead of multiplying (mergeOut does), because 0 x NaN is NaN.
 KVGRID_HOST_DEVICE MergeWeights mergeWeights(float left_lse, float right_lse) {
+    const bool left_is_top = left_lse > right_lse;
+    const float top = left_is_top ? left_lse : right_lse;
+    const float low = left_is_top ? right_lse : left_lse;
+    // exp(top - top) is 1, or NaN where top is not finite.
+    const float of_top = exact::sum(1.0F, exact::sum(top, -top));
+    // Below 2^-24 it adds nothing to 1.
+    const float of_low = exact::expOfNonPositive(exact::sum(low, -top));
+    const float sum = exact::sum(of_top, of_low);
+    const float top_weight = exact::quotientBy1To3(of_top, sum);
+    const float low_weight = exact::quotientBy1To3(of_low, sum);
+    const float lse = exact::sum(top, exact::logOfOneToTwo(sum));
     if (right_lse == empty_lse) return {1.0F, 0.0F, left_lse};
     if (left_lse == empty_lse) return {0.0F, 1.0F, right_lse};
-    const float top = left_lse > right_lse ? left_lse : right_lse;
-    const float left = exact::expOfNonPositive(exact::sum(left_lse, -top));
-    const float right = exact::expOfNonPositive(exact::sum(right_lse, -top));
-    const float sum = exact::sum(left, right);
-    return {exact::quotient(left, sum), exact::quotient(right, sum),
-            exact::sum(top, exact::logOfOneToTwo(sum))};
+    return {left_is_top ? top_weight : low_weight, left_is_top ? low_weight : top_weight, lse};
 }
 
 // One element of `out`.

@@ -317,6 +317,7 @@ AttendLaunch launchOf(const AttendParams& params, const AttendKernel& kernel,
     launch.blocks = blocksOf(kernel, device);
     launch.teams = kernel.teams;
     launch.tile_rows = kernel.tile_rows;
+    launch.has_teams = kernel.has_teams;
     launch.stages = stagesFor(kernel, {device.sharedBytes(), device.sharedBytesOfMultiprocessor()});
     auto room = static_cast<std::int64_t>(params.workspace_bytes);
     if (kernel.state_bytes > 0) {
@@ -325,8 +326,7 @@ AttendLaunch launchOf(const AttendParams& params, const AttendKernel& kernel,
         room = (room - foldBytes(params, kernel, device)) / 16 * 16;
         launch.fold = static_cast<std::byte*>(params.workspace) + room;
     }
-    // Up to 64 stripes a tree has at most 16 rounds, with a window too.
-    static_assert(lane_count <= attend_warps << small_tree_bits);
+    // Trees of up to 64 leaves are small (unitBits in attend_plan.cu), with a window too.
     launch.folds = params.max_position >= lane_count * stripe_tokens;
     launch.slots = std::min(most_slots, room / (slotNumbers(kernel.tile_rows, params.head_dim) *
                                                 static_cast<std::int64_t>(sizeof(float))));

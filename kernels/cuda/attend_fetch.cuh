@@ -1,6 +1,6 @@
-// How K and V come into shared memory, ahead of the arithmetic: for each of the leaves that a block
-// of threads computes at a time, a warp of its own keeps tiles coming into a ring. From sm_90
-// on rows that lie behind each other come as one bulk copy; before, 16 bytes a thread.
+// How K and V come into shared memory, ahead of the arithmetic: warps that do nothing else keep
+// tiles coming into rings, one each. From sm_90 on rows that lie behind each other come as one bulk
+// copy; before, 16 bytes a thread.
 #pragma once
 
 #include "kernels/cuda/attend_schedule.cuh"
@@ -30,24 +30,42 @@ struct TileShape {
     static constexpr int queue_bytes = queue_slots * (static_cast<int>(sizeof(Unit)) + 16);
 };
 
-// Of attend_kernel: sizes that follow from that, and from how many warps (of 8 query rows each)
-// compute a leaf.
+// Of attend_kernel: sizes that follow from that, and from for how many tiles of 8 query rows it has
+// warps.
 template <NumberFormat format, int head_dim, int row_tiles>
 struct AttendShape : TileShape<format, head_dim> {
     using Tile = TileShape<format, head_dim>;
-    static constexpr int computing_threads = attend_warps * row_tiles * warp_size;
+    static constexpr int team_threads = attend_warps * warp_size;
+    static constexpr int computing_threads = row_tiles * team_threads;
     static constexpr int threads = computing_threads + attend_warps * warp_size;
     static constexpr int tile_rows = product_rows * row_tiles;
-    static constexpr int query_tiles = 1;     // of 8 rows, of a warp
-    static constexpr int fetched_leaves = 1;  // of a round, by one warp
-    // The four leaves' states on their way into the fold, the elements of some steps at a time.
-    // Rows are 4 numbers longer, so that the threads of a warp write to different banks.
-    static constexpr int exchange_steps = Tile::steps < 4 ? Tile::steps : 4;
-    static constexpr int exchange_stride = 16 * exchange_steps + 4;
-    static constexpr int exchange_numbers = attend_warps * tile_rows * (exchange_stride + 1);
+    static constexpr int query_tiles = 1;  // of 8 rows, of a warp
+    static constexpr int rings = attend_warps;
+    // Of a thread at the barrier of a stage that its row tile's warps read alone; all else count
+    // one.
+    static constexpr int arrivals = attend_warps;
     static constexpr bool keeps_rests = false;  // in registers: they lie in shared memory
     static constexpr int rests_bytes =
         Tile::splits_queries ? row_tiles * Tile::steps * warp_size * 8 : 0;
+
+    // The states of leaves by warps on their way into the fold, the elements of some steps at a
+    // time. Rows are 4 numbers longer, so that the threads of a warp write to different banks.
+    static constexpr int exchange_steps = Tile::steps < 4 ? Tile::steps : 4;
+    static constexpr int exchange_stride = 16 * exchange_steps + 4;
+    static constexpr int exchange_numbers = attend_warps * tile_rows * (exchange_stride + 1);
+    // What the warps of a team tell each other of a leaf (attend_team.cuh). Tiles of few tokens, of
+    // long rows, would make much of that; with numbers of 8 bits long launches were up to 3 % slower
+    // where the kernel has both ways.
+    static constexpr bool has_teams = Tile::tile_tokens > 16 && !Tile::has_scales;
+    static constexpr int leaf_tiles = stripe_tokens / Tile::tile_tokens;
+    static constexpr int weights_bytes = stripe_tokens / 16 * warp_size * 8;
+    static constexpr int sums_bytes = leaf_tiles * warp_size * 16;
+    static constexpr int tops_bytes = leaf_tiles * product_rows * 4;
+    static constexpr int team_bytes = has_teams ? weights_bytes + sums_bytes + tops_bytes : 0;
+    // Either the one or the other.
+    static constexpr int scratch_bytes =
+        4 * exchange_numbers > row_tiles* team_bytes ? 4 * exchange_numbers : row_tiles* team_bytes;
+    static_assert(scratch_bytes % 16 == 0 && team_bytes % 16 == 0);
     // Levels of a unit's fold that are kept in registers; deeper ones are in local memory.
     static constexpr int register_levels = head_dim > 128 ? 0 : 3;
 
@@ -59,8 +77,8 @@ struct AttendShape : TileShape<format, head_dim> {
     static constexpr int fetching_registers = row_tiles == 1 ? 80 : 88;
 
     static constexpr int sharedBytes(int stages) {
-        return attend_warps * stages * Tile::stage_bytes + 4 * exchange_numbers + rests_bytes +
-               Tile::queue_bytes;
+        return rings * stages * Tile::stage_bytes + scratch_bytes + rests_bytes +
+               Tile::queue_bytes + 16;
     }
 };
 
@@ -84,6 +102,10 @@ struct Ring {
     }
     [[nodiscard]] __device__ __forceinline__ std::uint32_t consumed(int stage) const {
         return sharedAddress(&stages[stage].consumed);
+    }
+    template <typename Shape>
+    [[nodiscard]] __device__ __forceinline__ std::uint32_t tile(int stage) const {
+        return tiles + static_cast<std::uint32_t>(stage * Shape::tile_bytes);
     }
 };
 
@@ -112,11 +134,9 @@ __device__ __forceinline__ void takeLeaf(const Ring& ring, RingPlace& place, int
         for (int part = 0; part < 2; ++part) {
             waitBarrier(ring.filled(place.stage), place.phase);
             __syncwarp();
-            const std::uint32_t tile =
-                ring.tiles + static_cast<std::uint32_t>(place.stage * Shape::tile_bytes);
             const std::uint64_t present = ring.stages[place.stage].present;
-            if (present != 0) use(part, first, tile, present);
-            arrive(ring.consumed(place.stage));
+            if (present != 0) use(part, first, ring.tile<Shape>(place.stage), present);
+            arrive(ring.consumed(place.stage), Shape::arrivals);
             place.advance(ring.count);
         }
     }
@@ -184,34 +204,42 @@ private:
     RingPlace place_;
 };
 
-// Fetches the tiles of a ring's leaves, in the order in which they will be wanted: of each round
-// Shape::fetched_leaves from `leaf` on, and for each leaf K and V of its first tile, of its second,
-// ... By one warp; that of the first leaf takes the units.
+// Of a leaf that a team computes: how many of its tiles come through each ring, of K and of V;
+// those of the last may be empty. Tile number n comes through ring n % rings.
+template <typename Shape>
+__device__ __forceinline__ int tilesOfRing(int tokens) {
+    constexpr int ring_tokens = Shape::rings * Shape::tile_tokens;
+    return (tokens + ring_tokens - 1) / ring_tokens;
+}
+
+// Fetches the tiles that come through a ring, in the order in which they will be wanted, by one
+// warp; that of the first ring takes the units. Where teams compute leaves, of each leaf the ring's
+// tiles, all of K first; else all tiles of every leaf that is the ring's, K and V in turn.
 template <typename Shape>
 class TileFetcher {
 public:
-    __device__ TileFetcher(const AttendLaunch& launch, const UnitDeal& deal, int leaf,
+    __device__ TileFetcher(const AttendLaunch& launch, const UnitDeal& deal, int ring_number,
                            const Ring& ring, const UnitQueue& queue)
         : params_(launch.params),
           writer_(deal, queue),
           reader_(queue),
-          leaf_number_(leaf),
+          ring_number_(ring_number),
           whole_tiles_(launch.params.pool.token_stride == Shape::row_bytes &&
                        launch.params.pool.block_size % Shape::tile_tokens == 0),
           ring_(ring) {}
 
     __device__ void run() {
         while (true) {
-            if (leaf_number_ == 0) writer_.add();
+            if (ring_number_ == 0) writer_.add();
             const Unit* const unit = reader_.next();
             if (unit == nullptr) return;
-            for (std::int64_t round = 0; round >> unit->round_bits == 0; ++round) {
-                const std::int64_t path = (unit->first_round + round) * attend_warps + leaf_number_;
-#pragma unroll 1
-                for (int leaf = 0; leaf < Shape::fetched_leaves; ++leaf) {
-                    const std::int64_t stripe = unit->stripeAt(path + leaf, params_.context_ranks);
-                    if (unit->sees(stripe)) fetchLeaf(*unit, stripe);
-                }
+            by_team_ = Shape::rings > 1 && unit->by_team != 0;
+            const int step = by_team_ ? 1 : Shape::rings;
+            for (std::int64_t leaf = by_team_ ? 0 : ring_number_; leaf >> unit->leaf_bits == 0;
+                 leaf += step) {
+                const std::int64_t stripe =
+                    unit->stripeAt(unit->first_leaf + leaf, params_.context_ranks);
+                if (unit->sees(stripe)) fetchLeaf(*unit, stripe);
             }
             reader_.release();
         }
@@ -237,8 +265,11 @@ private:
         findLeaf(unit, stripe);
         // The launch before may still be writing tokens of this step.
         if ((stripe + 1) * stripe_tokens > unit.first_position) waitForLaunchBefore();
-        const int tiles = (leaf_.tokens + Shape::tile_tokens - 1) / Shape::tile_tokens;
-        for (step_ = 0; step_ < 2 * tiles; ++step_) {
+        const int tiles = by_team_ ? tilesOfRing<Shape>(leaf_.tokens)
+                                   : (leaf_.tokens + Shape::tile_tokens - 1) / Shape::tile_tokens;
+        for (int i = 0; i < 2 * tiles; ++i) {
+            is_value_ = by_team_ ? i >= tiles : i % 2 != 0;
+            tile_ = by_team_ ? (is_value_ ? i - tiles : i) * Shape::rings + ring_number_ : i / 2;
             // At first all are free.
             waitBarrier(ring_.consumed(place_.stage), place_.phase ^ 1);
             __syncwarp();
@@ -257,7 +288,7 @@ private:
         leaf_.kv_head = unit.kv_head;
         leaf_.skip = static_cast<int>(max(unit.first_seen - position, std::int64_t{0}));
         leaf_.slot = unit.slot;
-        leaf_.logical = position / pool.block_size;
+        leaf_.logical = divide(position, pool.block_size);
         leaf_.within = position - leaf_.logical * pool.block_size;
         leaf_.tokens = unit.tokensOf(stripe);
 #if __CUDA_ARCH__ >= 900
@@ -287,7 +318,7 @@ private:
     }
 
     [[nodiscard]] __device__ std::uint32_t stageTile() const {
-        return ring_.tiles + static_cast<std::uint32_t>(place_.stage * Shape::tile_bytes);
+        return ring_.tile<Shape>(place_.stage);
     }
     [[nodiscard]] __device__ std::uint32_t stageBarrier() const {
         return ring_.filled(place_.stage);
@@ -302,28 +333,26 @@ private:
     // sees any more the first.
     __device__ __forceinline__ void fetchWholeTile() {
         const int lane = static_cast<int>(threadIdx.x) % warp_size;
-        const int tile = step_ >> 1;
-        const int rows = __shfl_sync(all_lanes, leaf_.rows, tile);
+        const int rows = __shfl_sync(all_lanes, leaf_.rows, tile_);
         const auto address =
-            __shfl_sync(all_lanes, reinterpret_cast<unsigned long long>(leaf_.source), tile);
-        const bool is_value = (step_ & 1) != 0;
+            __shfl_sync(all_lanes, reinterpret_cast<unsigned long long>(leaf_.source), tile_);
         const std::byte* const source = reinterpret_cast<const std::byte*>(address) +
-                                        (is_value ? params_.pool.value_offset : 0);
-        const int skip = min(max(leaf_.skip - tile * Shape::tile_tokens, 0), rows);
+                                        (is_value_ ? params_.pool.value_offset : 0);
+        const int skip = min(max(leaf_.skip - tile_ * Shape::tile_tokens, 0), rows);
         const int count = rows - skip;
         const std::uint64_t present = tokensBefore(rows) & ~tokensBefore(skip);
         const std::uint32_t to = stageTile();
         const std::byte* scales = nullptr;
         if constexpr (Shape::has_scales)
             scales = reinterpret_cast<const std::byte*>(
-                __shfl_sync(all_lanes, reinterpret_cast<unsigned long long>(leaf_.scales), tile));
+                __shfl_sync(all_lanes, reinterpret_cast<unsigned long long>(leaf_.scales), tile_));
 #if __CUDA_ARCH__ >= 900
-        if (__builtin_expect(count != Shape::tile_tokens && count != 0 && is_value, 0))
+        if (__builtin_expect(count != Shape::tile_tokens && count != 0 && is_value_, 0))
             clearRows(to, present);
         if (lane == 0) {
             ring_.stages[place_.stage].present = present;
             const std::uint32_t barrier = stageBarrier();
-            const bool with_scales = Shape::has_scales && !is_value && count != 0;
+            const bool with_scales = Shape::has_scales && !is_value_ && count != 0;
             // Scales of 8 tokens at a time.
             const int scales_bytes = with_scales ? (rows + 7) / 8 * 16 : 0;
             expectBytes(barrier, count * Shape::row_bytes + 2 * scales_bytes);
@@ -352,7 +381,7 @@ private:
         }
         if constexpr (Shape::has_scales) {
             constexpr int scale_chunks = Shape::scales_bytes / 16;
-            for (int chunk = lane; chunk < 2 * scale_chunks && !is_value; chunk += warp_size) {
+            for (int chunk = lane; chunk < 2 * scale_chunks && !is_value_; chunk += warp_size) {
                 const int of_half = chunk % scale_chunks;
                 const bool of_value = chunk != of_half;
                 copyAsync(to + static_cast<std::uint32_t>(Shape::rows_bytes + chunk * 16),
@@ -399,7 +428,6 @@ private:
     __device__ void fetchTile() {
         constexpr int rounds = (Shape::tile_tokens + warp_size - 1) / warp_size;
         const int lane = static_cast<int>(threadIdx.x) % warp_size;
-        const bool is_value = (step_ & 1) != 0;
         const PoolView& pool = params_.pool;
         const std::uint32_t to = stageTile();
         const std::byte* sources[rounds];
@@ -409,12 +437,12 @@ private:
             const int token = i * warp_size + lane;
             const bool in_tile = token < Shape::tile_tokens;
             const Place place =
-                placeOf(in_tile ? (step_ >> 1) * Shape::tile_tokens + token : stripe_tokens);
+                placeOf(in_tile ? tile_ * Shape::tile_tokens + token : stripe_tokens);
             sources[i] = nullptr;
             if (place.block != no_block) {
                 sources[i] = keyRow(pool, params_.layer, place.block, leaf_.kv_head, place.within) +
-                             (is_value ? pool.value_offset : 0);
-                if (Shape::has_scales && !is_value) {
+                             (is_value_ ? pool.value_offset : 0);
+                if (Shape::has_scales && !is_value_) {
                     const auto* const scale = reinterpret_cast<const std::uint16_t*>(
                         keyScale(pool, params_.layer, place.block, leaf_.kv_head, place.within));
                     const auto at = static_cast<std::uint32_t>(Shape::rows_bytes + 2 * token);
@@ -430,7 +458,7 @@ private:
         }
         if (lane == 0) ring_.stages[place_.stage].present = present;
 #if __CUDA_ARCH__ >= 900
-        if (is_value && present != 0 && present != Shape::tile_mask) clearRows(to, present);
+        if (is_value_ && present != 0 && present != Shape::tile_mask) clearRows(to, present);
         if (lane == 0)
             expectBytes(stageBarrier(), __popcll(present) * Shape::row_bytes);
         else
@@ -504,8 +532,10 @@ private:
     QueueReader reader_;
     LeafSource leaf_;
     std::uint64_t policy_ = 0;  // of the L2 cache
-    int step_ = 0;              // of the leaf: two a tile, K and V
-    int leaf_number_;
+    int tile_ = 0;              // of the leaf
+    bool is_value_ = false;     // V of it, or K
+    int ring_number_;
+    bool by_team_ = false;
     bool whole_tiles_;  // each lies in one run of memory
     Ring ring_;
     RingPlace place_;

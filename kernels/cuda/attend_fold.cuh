@@ -157,46 +157,94 @@ private:
     }
 };
 
-// Called by all lanes of a warp when all of it has stored. Whether all `members` of a group have,
-// whose states then may be read.
-__device__ __forceinline__ bool isLast(std::uint32_t* counter, std::uint32_t members) {
-    __syncwarp();
-    std::uint32_t before = 0;
-    if (threadIdx.x % warp_size == 0) {
-        fenceDevice();
-        before = atomicAdd(counter, 1U);
-        if (before + 1 == members) {
-            fenceDevice();
-            *counter = 0;  // for the next launch
+// The fold of a unit: the state of its next leaf, or of all that are computed at a time, comes in,
+// and waits until that of its sibling is there.
+template <typename State, int register_levels>
+class UnitFold {
+public:
+    // After state 2^k - 1 of 2^k, `state` is the state of all of them.
+    __device__ __forceinline__ void add(std::int64_t index, State& state) {
+#pragma unroll
+        for (int level = 0; level < register_levels; ++level) {
+            if ((index >> level & 1) == 0) {
+                waiting_[level] = state;
+                return;
+            }
+            state.mergeLeft(waiting_[level]);
+        }
+#pragma unroll 1
+        for (int level = register_levels; level <= most_leaf_bits; ++level) {
+            if ((index >> level & 1) == 0) {
+                deep_[level - register_levels] = state;
+                return;
+            }
+            state.mergeLeft(deep_[level - register_levels]);
         }
     }
-    before = __shfl_sync(all_lanes, before, 0);
-    __syncwarp();
-    return before + 1 == members;
+
+private:
+    State waiting_[register_levels > 0 ? register_levels : 1];
+    State deep_[most_leaf_bits + 1 - register_levels];
+};
+
+// Whether a tree is cut into few units.
+__device__ __forceinline__ bool isSmall(const Unit& unit) {
+    return unit.cutBits() > 0 && unit.cutBits() <= small_tree_bits;
+}
+__device__ __forceinline__ int unitsOfTree(const Unit& unit) {
+    return 1 << unit.cutBits();
 }
 
-// Called by all lanes of a warp that has stored its query rows of a unit, `rows` of them from
-// first_row of the tile on, to the unit's slot: folds the tree if these were the last. Rows are
-// always the same warp's, `warp` of those that have the tile.
+// The slot of the workspace that the first unit of the tree has.
+__device__ __forceinline__ int firstSlot(const Unit& unit) {
+    return unit.workspace_slot -
+           static_cast<int>(unit.first_leaf >> unit.leaf_bits) * unit.slot_stride;
+}
+
+// Counters of who has stored units of a small tree.
+__device__ __forceinline__ std::uint32_t* treeCounter(const AttendLaunch& launch,
+                                                      const Unit& unit) {
+    return launch.plan.counters + firstSlot(unit) * most_computing_warps;
+}
+
+// Called by one thread, when it and others that it synchronised with have stored. Whether all
+// `members` have, whose states then may be read, by those that it synchronises with thereafter too.
+__device__ __forceinline__ bool isLast(std::uint32_t* counter, int members) {
+    fenceDevice();
+    const bool is_last = atomicAdd(counter, 1U) + 1 == static_cast<std::uint32_t>(members);
+    if (is_last) {
+        fenceDevice();
+        *counter = 0;  // for the next launch
+    }
+    return is_last;
+}
+
+// The same of a warp, called by all its lanes.
+__device__ __forceinline__ bool isLastWarp(std::uint32_t* counter, int members) {
+    __syncwarp();
+    int is_last = 0;
+    if (threadIdx.x % warp_size == 0) is_last = isLast(counter, members) ? 1 : 0;
+    is_last = __shfl_sync(all_lanes, is_last, 0);
+    __syncwarp();
+    return is_last != 0;
+}
+
+// Called by all lanes of a warp: folds a small tree's states of `rows` query rows of the tile, from
+// first_row on, which all of its units have stored.
 template <int head_dim>
-__device__ __forceinline__ void foldTree(const AttendLaunch& launch, const Unit& unit, int warp,
+__device__ __forceinline__ void foldTree(const AttendLaunch& launch, const Unit& unit,
                                          int first_row, int rows) {
     const AttendParams& params = launch.params;
     auto* const workspace = static_cast<float*>(params.workspace);
     const auto numbers = static_cast<int>(slotNumbers(launch.tile_rows, head_dim));
-    const auto unit_of_tree = static_cast<int>(unit.first_round >> unit.round_bits);
-    const int first = unit.workspace_slot - unit_of_tree * unit.slot_stride;
-    const int units = 1 << unit.cutBits();
-    if (!isLast(launch.plan.counters + (first * most_computing_warps + warp),
-                static_cast<std::uint32_t>(units)))
-        return;
+    const int first = firstSlot(unit);
 #pragma unroll 1
     for (int pair = first_row; pair < first_row + rows; pair += 2) {
         const Group<head_dim> group{workspace,
                                     first * numbers + pair * head_dim,
                                     first * numbers + launch.tile_rows * head_dim + pair,
                                     numbers * unit.slot_stride,
-                                    units,
+                                    unitsOfTree(unit),
                                     min(first_row + rows - pair, 2)};
         group.fold([&](int row, int number, float4 folded, float lse) {
             const std::int64_t to = outputRow(params, unit, pair + row);

@@ -1,11 +1,12 @@
 // The attention kernel. What it computes: kernels/ops.h; how the work is cut: attend_schedule.cuh.
 //
 // A block of threads stays for the whole launch. A warp computes a leaf (a stripe of 256 tokens)
-// for 8 query rows (attend_leaf.cuh); four leaves come at a time. Other warps keep tiles of K and V
-// coming into rings of shared memory (attend_fetch.cuh), also across leaves and units, so that
-// memory never waits for arithmetic. Above 8 query heads a KV head two warps compute a leaf, 8 rows
-// each. Four sibling leaves fold in shared memory; their unit's tree folds in registers, and trees
-// that are cut as attend_schedule.cuh says.
+// for 8 query rows (attend_leaf.cuh); four leaves come at a time. Where there are few leaves for
+// each block, four warps compute one (attend_team.cuh). Other warps keep tiles of K and V coming
+// into rings of shared memory (attend_fetch.cuh), also across leaves and units, so that memory
+// never waits for arithmetic. Above 8 query heads a KV head there are twice as many warps that
+// compute, 8 rows each. Four sibling leaves of warps fold in shared memory; their unit's tree folds
+// in registers, and trees that are cut as attend_schedule.cuh says.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,6 +15,7 @@
 #include "kernels/cuda/attend_fold.cuh"
 #include "kernels/cuda/attend_launch.h"
 #include "kernels/cuda/attend_leaf.cuh"
+#include "kernels/cuda/attend_team.cuh"
 
 namespace kvgrid::cuda {
 
@@ -37,35 +39,6 @@ struct RowPart {
             out[i] = mergeOut(weights, left.out[i], out[i]);
         lse = weights.lse;
     }
-};
-
-// The fold of a unit's rounds: a round's state comes in, and waits until its sibling is there.
-template <int head_dim, int register_levels>
-class UnitFold {
-public:
-    // After round 2^k - 1 of 2^k, `state` is the state of all of them.
-    __device__ __forceinline__ void add(std::int64_t round, RowPart<head_dim>& state) {
-#pragma unroll
-        for (int level = 0; level < register_levels; ++level) {
-            if ((round >> level & 1) == 0) {
-                waiting_[level] = state;
-                return;
-            }
-            state.mergeLeft(waiting_[level]);
-        }
-#pragma unroll 1
-        for (int level = register_levels; level <= most_round_bits; ++level) {
-            if ((round >> level & 1) == 0) {
-                deep_[level - register_levels] = state;
-                return;
-            }
-            state.mergeLeft(deep_[level - register_levels]);
-        }
-    }
-
-private:
-    RowPart<head_dim> waiting_[register_levels > 0 ? register_levels : 1];
-    RowPart<head_dim> deep_[most_round_bits + 1 - register_levels];
 };
 
 // Of the merges of four sibling leaves, for the thread's row.
@@ -144,9 +117,9 @@ public:
                 out_[16 * i + element] = empty ? 0.0F : state.out[i];
             if (element == 0) *lse_ = state.lse;
         }
-        const int cut_bits = unit_.cutBits();
-        if (cut_bits > 0 && cut_bits <= small_tree_bits)
-            foldTree<head_dim>(launch_, unit_, warp, warp * warp_rows, rows);
+        // Rows are always the same warp's.
+        if (isSmall(unit_) && isLastWarp(treeCounter(launch_, unit_) + warp, unitsOfTree(unit_)))
+            foldTree<head_dim>(launch_, unit_, warp * warp_rows, rows);
     }
 
 private:
@@ -159,8 +132,9 @@ private:
 // What a block of threads shares.
 template <typename Shape>
 struct SharedParts {
-    std::byte* tiles;  // [4 rings][stages]
-    float* exchange;   // [4 leaves][tile_rows][exchange_stride]
+    std::byte* tiles;    // [4 rings][stages]
+    std::byte* scratch;  // of leaves by warps the exchange, of teams what each has
+    float* exchange;     // [4 leaves][tile_rows][exchange_stride]
     float* exchange_lse;
     uint2* rests;             // [row_tiles][steps][32]
     Unit* queue;              // [queue_slots]
@@ -169,20 +143,31 @@ struct SharedParts {
 
     __device__ SharedParts(std::byte* shared, int ring_stages)
         : tiles(shared),
-          stages(ring_stages) {
-        exchange = reinterpret_cast<float*>(tiles + attend_warps * stages * Shape::tile_bytes);
-        exchange_lse = exchange + attend_warps * Shape::tile_rows * Shape::exchange_stride;
-        rests = reinterpret_cast<uint2*>(exchange + Shape::exchange_numbers);
-        queue = reinterpret_cast<Unit*>(reinterpret_cast<std::byte*>(rests) + Shape::rests_bytes);
-        barriers = reinterpret_cast<std::uint64_t*>(queue + queue_slots);
-    }
+          scratch(shared + Shape::rings * ring_stages * Shape::tile_bytes),
+          exchange(reinterpret_cast<float*>(scratch)),
+          exchange_lse(exchange + attend_warps * Shape::tile_rows * Shape::exchange_stride),
+          rests(reinterpret_cast<uint2*>(scratch + Shape::scratch_bytes)),
+          queue(reinterpret_cast<Unit*>(reinterpret_cast<std::byte*>(rests) + Shape::rests_bytes)),
+          barriers(reinterpret_cast<std::uint64_t*>(queue + queue_slots)),
+          stages(ring_stages) {}
 
     [[nodiscard]] __device__ UnitQueue unitQueue() const {
         return {queue, sharedAddress(barriers), sharedAddress(barriers + queue_slots)};
     }
-    [[nodiscard]] __device__ Ring ring(int leaf) const {
-        return {sharedAddress(tiles + leaf * stages * Shape::tile_bytes),
-                reinterpret_cast<Stage*>(barriers + 2 * queue_slots) + leaf * stages, stages};
+    [[nodiscard]] __device__ __forceinline__ Ring ring(int number) const {
+        return {
+            sharedAddress(tiles) + static_cast<std::uint32_t>(number * stages * Shape::tile_bytes),
+            reinterpret_cast<Stage*>(barriers + 2 * queue_slots) + number * stages, stages};
+    }
+    [[nodiscard]] __device__ uint2* restsOf(int row_tile) const {
+        return rests + row_tile * Shape::steps * warp_size;
+    }
+    [[nodiscard]] __device__ TeamShared<Shape> team(int row_tile) const {
+        return {restsOf(row_tile), scratch + row_tile * Shape::team_bytes};
+    }
+    // Whether the unit was its tree's last.
+    [[nodiscard]] __device__ int* isLast() const {
+        return reinterpret_cast<int*>(ring(Shape::rings).stages);
     }
 };
 
@@ -247,71 +232,135 @@ __device__ __forceinline__ void foldLeaves(LeafState& leaf, bool has_leaf, int l
     state.lse = weights.all.lse;
 }
 
-// What the warps that compute do: of leaf `leaf_number` of each round the query rows from first_row
-// on.
+// A unit of leaves by warps: of four leaves at a time this warp computes leaf `leaf_number`, for
+// the query rows from first_row on.
 template <NumberFormat format, int head_dim, int row_tiles>
-__device__ __forceinline__ void computeUnits(
+__device__ __forceinline__ void computeByWarps(
     const AttendLaunch& launch, const SharedParts<AttendShape<format, head_dim, row_tiles>>& shared,
-    int leaf_number, int first_row) {
+    const Unit& unit, int leaf_number, int first_row, RingPlace& place) {
     using Shape = AttendShape<format, head_dim, row_tiles>;
     using LeafState = Leaf<format, head_dim, Shape>;
     const AttendParams& params = launch.params;
     const int lane = static_cast<int>(threadIdx.x) % warp_size;
     const int group = params.query_heads / params.kv_heads;
     const Ring ring = shared.ring(leaf_number);
+    // What follows from the unit alone is worked out before the wait.
+    const QueryRows<1> queries(params, unit, first_row, head_dim);
+    const UnitTarget<head_dim> target(launch, unit);
+    // Of the thread's rows. One that does not exist sees all that there is, of which nothing is
+    // kept: it must not make the others look at single tokens.
+    std::int64_t first_seen[2];
+    std::int64_t positions[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+        const int row = first_row + lane % 4 * 2 + e;
+        const bool exists = row < unit.rows;
+        positions[e] = exists ? unit.query(row, group).position : unit.last_position;
+        first_seen[e] = exists ? firstSeen(positions[e], params.window) : unit.first_seen;
+    }
+    bool has_four;
+    bool has_leaf;
+    int tokens;
+    RowsSeen<Shape> seen;
+    const auto enter = [&](std::int64_t round) {
+        const std::int64_t path = unit.first_leaf + round * attend_warps;
+        const std::int64_t stripe = unit.stripeAt(path + leaf_number, params.context_ranks);
+        has_four = unit.seesFour(path, params.context_ranks);
+        has_leaf = unit.sees(stripe);
+        tokens = unit.tokensOf(stripe);
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+            seen.rows[e] = seenOf(positions[e], first_seen[e], stripe * stripe_tokens);
+    };
+    enter(0);
+    // q, and the outputs and workspace that may still be read.
+    waitForLaunchBefore();
+    // The last unit's products are over: they come before the last barrier.
+    LeafState leaf(queries, shared.restsOf(first_row / product_rows), leaf_number == 0);
+    if constexpr (Shape::splits_queries) syncThreads(Shape::computing_threads);
+    UnitFold<RowPart<head_dim>, Shape::register_levels> fold;
+    RowPart<head_dim> state;
+    for (std::int64_t round = 0; true; enter(round)) {
+        if (has_four) {
+            if (has_leaf) attendLeaf<Shape>(leaf, ring, place, params, tokens, seen);
+            foldLeaves(leaf, has_leaf, leaf_number, first_row, shared, state);
+        } else {
+            state.makeEmpty();
+        }
+        fold.add(round, state);
+        if (++round >> (unit.leaf_bits - leaves_by_warps_bits) != 0) break;
+    }
+    target.store(state);
+}
+
+// A unit whose leaves teams compute, of which this is warp `warp` of that of row tile `team`.
+template <NumberFormat format, int head_dim, int row_tiles>
+__device__ __forceinline__ void computeByTeam(
+    const AttendLaunch& launch, const SharedParts<AttendShape<format, head_dim, row_tiles>>& shared,
+    const Unit& unit, int team, int warp, RingPlace& place) {
+    using Shape = AttendShape<format, head_dim, row_tiles>;
+    using LeafOfTeam = TeamLeaf<format, head_dim, Shape>;
+    // Named barriers: one of all that compute, then the teams'.
+    constexpr int barrier_of_all = 1;
+    const int barrier_of_team = 2 + team;
+    const AttendParams& params = launch.params;
+    const int first_row = team * product_rows;
+    const auto ringOf = [&](int number) { return shared.ring(number); };
+    // What follows from the unit alone is worked out before the wait.
+    const QueryRows<1> queries(params, unit, first_row, head_dim);
+    const TeamTarget<head_dim> target(launch, unit, first_row);
+    TeamSeen<Shape> seen(params, unit, first_row);
+    std::int64_t stripe = unit.stripeAt(unit.first_leaf, params.context_ranks);
+    bool has_leaf;
+    const auto enter = [&] {
+        has_leaf = unit.sees(stripe);
+        seen.enter(stripe * stripe_tokens);
+    };
+    enter();
+    // q, and the outputs and workspace that may still be read.
+    waitForLaunchBefore();
+    LeafOfTeam leaf(queries, shared.team(team), warp, barrier_of_team);
+    UnitFold<typename LeafOfTeam::State, 2> fold;
+    typename LeafOfTeam::State state;
+    for (std::int64_t index = 0; true; enter()) {
+        if (has_leaf)
+            leaf.compute(params, ringOf, place, unit.tokensOf(stripe), seen, state);
+        else
+            state.makeEmpty();
+        fold.add(index, state);
+        if (++index >> unit.leaf_bits != 0) break;
+        stripe = unit.stripeBehind(stripe, unit.first_leaf + index, params.context_ranks);
+    }
+    target.template store<LeafOfTeam>(state, warp);
+    if (!isSmall(unit)) return;
+    syncThreads(barrier_of_all, Shape::computing_threads);
+    if (threadIdx.x == 0)
+        *shared.isLast() = isLast(treeCounter(launch, unit), unitsOfTree(unit)) ? 1 : 0;
+    syncThreads(barrier_of_all, Shape::computing_threads);
+    // Two rows a warp.
+    const int row = 2 * (team * attend_warps + warp);
+    if (*shared.isLast() != 0 && row < unit.rows)
+        foldTree<head_dim>(launch, unit, row, min(unit.rows - row, 2));
+}
+
+// What the warps that compute do. All units of a launch are of one kind.
+template <NumberFormat format, int head_dim, int row_tiles>
+__device__ __forceinline__ void computeUnits(
+    const AttendLaunch& launch, const SharedParts<AttendShape<format, head_dim, row_tiles>>& shared,
+    int warp_of_four, int row_tile) {
     RingPlace place;
     QueueReader units(shared.unitQueue());
-    while (const Unit* const next = units.next()) {
-        const Unit& unit = *next;
-        // What follows from the unit alone is worked out before the wait.
-        const QueryRows<1> queries(params, unit, first_row, head_dim);
-        const UnitTarget<head_dim> target(launch, unit);
-        // Of the thread's rows. One that does not exist sees all that there is, of which nothing is
-        // kept: it must not make the others look at single tokens.
-        std::int64_t first_seen[2];
-        std::int64_t positions[2];
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            const int row = first_row + lane % 4 * 2 + e;
-            const bool exists = row < unit.rows;
-            positions[e] = exists ? unit.query(row, group).position : unit.last_position;
-            first_seen[e] = exists ? firstSeen(positions[e], params.window) : unit.first_seen;
+    while (const Unit* const unit = units.next()) {
+        bool by_team = false;
+        if constexpr (AttendShape<format, head_dim, row_tiles>::has_teams) {
+            by_team = unit->by_team != 0;
+            if (by_team)
+                computeByTeam<format, head_dim, row_tiles>(launch, shared, *unit, row_tile,
+                                                           warp_of_four, place);
         }
-        // The warp's leaf of a round.
-        bool has_round;
-        bool has_leaf;
-        int tokens;
-        RowsSeen<Shape> seen;
-        const auto enter = [&](std::int64_t round) {
-            const std::int64_t path = (unit.first_round + round) * attend_warps;
-            const std::int64_t stripe = unit.stripeAt(path + leaf_number, params.context_ranks);
-            has_round = unit.hasRound(path, params.context_ranks);
-            has_leaf = unit.sees(stripe);
-            tokens = unit.tokensOf(stripe);
-#pragma unroll
-            for (int e = 0; e < 2; ++e)
-                seen.rows[e] = seenOf(positions[e], first_seen[e], stripe * stripe_tokens);
-        };
-        enter(0);
-        // q, and the outputs and workspace that may still be read.
-        waitForLaunchBefore();
-        // The last unit's products are over: they come before the last barrier.
-        LeafState leaf(queries, shared.rests + first_row / product_rows * Shape::steps * warp_size,
-                       leaf_number == 0);
-        if constexpr (Shape::splits_queries) syncThreads(Shape::computing_threads);
-        UnitFold<head_dim, Shape::register_levels> fold;
-        RowPart<head_dim> state;
-        for (std::int64_t round = 0; true; enter(round)) {
-            if (has_round) {
-                if (has_leaf) attendLeaf<Shape>(leaf, ring, place, params, tokens, seen);
-                foldLeaves(leaf, has_leaf, leaf_number, first_row, shared, state);
-            } else {
-                state.makeEmpty();
-            }
-            fold.add(round, state);
-            if (++round >> unit.round_bits != 0) break;
-        }
-        target.store(state);
+        if (!by_team)
+            computeByWarps<format, head_dim, row_tiles>(launch, shared, *unit, warp_of_four,
+                                                        row_tile * product_rows, place);
         units.release();
     }
     // Who waits for this launch waits for the one before.
@@ -337,7 +386,7 @@ __global__ void __launch_bounds__(AttendShape<format, head_dim, row_tiles>::thre
     if (warp < attend_warps && lane < launch.stages) {
         const Ring ring = shared.ring(leaf_number);
         initBarrier(ring.filled(lane), warp_size);
-        initBarrier(ring.consumed(lane), row_tiles * warp_size);
+        initBarrier(ring.consumed(lane), Shape::computing_threads);
     }
     if (warp == 0 && lane < queue_slots) {
         const UnitQueue queue = shared.unitQueue();
@@ -353,8 +402,7 @@ __global__ void __launch_bounds__(AttendShape<format, head_dim, row_tiles>::thre
     letNextLaunchStart();
     if (static_cast<int>(threadIdx.x) < Shape::computing_threads) {
         takeRegisters<Shape::computing_registers>();
-        computeUnits<format, head_dim, row_tiles>(launch, shared, leaf_number,
-                                                  warp / attend_warps * product_rows);
+        computeUnits<format, head_dim, row_tiles>(launch, shared, leaf_number, warp / attend_warps);
     } else {
         giveRegisters<Shape::fetching_registers>();
         TileFetcher<Shape>(launch, UnitDeal(launch, 0, 1), leaf_number, shared.ring(leaf_number),
@@ -368,6 +416,7 @@ AttendKernel attendKernel() {
     using Shape = AttendShape<format, head_dim, row_tiles>;
     return {.head_dim = head_dim,
             .tile_rows = Shape::tile_rows,
+            .has_teams = Shape::has_teams,
             .threads = Shape::threads,
             .blocks_per_multiprocessor = Shape::blocks_per_multiprocessor,
             .most_stages = most_stages,

@@ -15,6 +15,7 @@ struct AttendKernel {
     int head_dim = 0;
     int tile_rows = 0;                  // query rows of a unit, at most
     int teams = 1;                      // of a block of threads, each at a unit of its own
+    bool has_teams = false;             // of four warps, for leaves of a launch with little to do
     int threads = 0;                    // of a block
     int blocks_per_multiprocessor = 1;  // of threads, at once
     int most_stages = 0;                // of a ring

@@ -1,6 +1,5 @@
-// A leaf: attention of some query tiles, of 8 rows each, over the 256 tokens of a stripe, by one
-// warp, a tile of K and V at a time. Tokens are the rows of the matrix products and query rows
-// their 8 columns:
+// A leaf: attention of some query tiles, of 8 rows each, over the 256 tokens of a stripe, a tile of
+// K and V at a time. Tokens are the rows of the matrix products and query rows their 8 columns:
 //   scores [tokens, rows] = K [tokens, head_dim] * Q^T,    out^T [head_dim, rows] += V^T * weights
 // with weights rounded to 16 bits, and sums in fp32. Q is rounded to the operands' format
 // (attend_operands.cuh); for bf16 what the rounding left out, rounded again, is a second product:
@@ -14,7 +13,12 @@
 // is masked and its V is 0, so that what memory holds there cannot matter. (A V of a later row's
 // own token that is not finite does reach the rows before it, up to a tile of K and V back: 0 x
 // infinity.)
+//
+// A warp computes it alone (Leaf), or four together (attend_team.cuh), with the same bits: sums
+// over the tokens of a tile are added to those of the tiles before.
 #pragma once
+
+#include <limits>
 
 #include "kernels/cuda/attend_fetch.cuh"
 #include "kernels/cuda/attend_operands.cuh"
@@ -54,12 +58,44 @@ struct QueryRows {
     }
 };
 
-// A warp's state of one leaf. Of each query tile a thread has the rows 2 * (lane % 4) and + 1 of
-// the product, in that order in its arrays, and of those states the elements Operand::outputOf(lane
-// / 4, half) of each step's 16: sums[n][i][0] and [1] of half 0, [2] and [3] of half 1. What takes
-// a number of tiles `used` does nothing for those beyond.
+// A row's running maximum of the scores times log2(e), from which they are counted. It begins with
+// a number: -inf minus itself would be NaN.
+struct RunningTop {
+    float top = std::numeric_limits<float>::lowest();
+    float factor = 0.0F;  // what the sums of the tiles before the last are multiplied with
+
+    // With that of a tile.
+    __device__ __forceinline__ void raise(float of_tile) {
+        const float raised = fmaxf(of_tile, top);
+        factor = powerOfTwo(top - raised);
+        top = raised;
+    }
+};
+
+// Sums of a row's weights: a thread's share, or over all threads.
+struct WeightSums {
+    float weight = 0.0F;
+    float rounded = 0.0F;  // of what the products see, times weight_scale
+
+    __device__ __forceinline__ void add(float factor, const WeightSums& of_tile) {
+        weight = weight * factor + of_tile.weight;
+        rounded = rounded * factor + of_tile.rounded;
+    }
+    // From the shares of the row's eight threads.
+    __device__ __forceinline__ void join() {
+#pragma unroll
+        for (int distance = 4; distance < warp_size; distance *= 2) {
+            weight += __shfl_xor_sync(all_lanes, weight, distance);
+            rounded += __shfl_xor_sync(all_lanes, rounded, distance);
+        }
+    }
+};
+
+// The queries of a warp's tiles, and what K and V make of them. Of each query tile a thread has the
+// rows 2 * (lane % 4) and + 1 of the products, in that order in arrays [2]. What takes a number of
+// tiles `used` does nothing for those beyond.
 template <NumberFormat format, int head_dim, typename Shape>
-class Leaf {
+class Queries {
     using Numbers = Operand<format>;
     using Product = typename Numbers::Product;
     static constexpr int query_tiles = Shape::query_tiles;
@@ -68,13 +104,19 @@ class Leaf {
     static constexpr bool has_odd_chunk = Shape::row_chunks % 2 != 0;
     static constexpr bool has_offset = Numbers::offset != 0.0F;
     static constexpr float log2_e = 1.44269504F;
-    static constexpr float ln_2 = 0.693147181F;
 
 public:
+    // Of a tile: [query tile][16 tokens][2 * half + row], tokens lane / 4 of each half of 8.
+    template <int used>
+    using Scores = float[used][token_steps][4];
+    // Rounded weights, two rows' in one: [query tile][16 tokens][half], as the products want them.
+    template <int used>
+    using Weights = std::uint32_t[used][token_steps][2];
+
     // Rows that do not exist are zeros. The rests of bf16 queries are kept in registers
     // (Shape::keeps_rests) or lie at `rests` in shared memory, [query_tiles][steps][32] of 8 bytes:
     // this writes them when `writes_rests`.
-    __device__ Leaf(const QueryRows<query_tiles>& queries, uint2* rests, bool writes_rests)
+    __device__ Queries(const QueryRows<query_tiles>& queries, uint2* rests, bool writes_rests)
         : rests_(rests) {
         const int lane = static_cast<int>(threadIdx.x) % warp_size;
 #pragma unroll
@@ -103,33 +145,16 @@ public:
         }
     }
 
-    __device__ void clear() {
-#pragma unroll
-        for (int n = 0; n < query_tiles; ++n) {
-#pragma unroll
-            for (int i = 0; i < Shape::steps; ++i)
-#pragma unroll
-                for (float& sum : sums_[n][i])
-                    sum = 0.0F;
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                top_[n][e] = empty_lse;
-                weight_[n][e] = 0.0F;
-                rounded_weight_[n][e] = 0.0F;
-            }
-        }
-    }
-
-    // K of a tile whose first token is `first` of the leaf. sees.all(first): whether the thread's
-    // rows see all of the tile; sees.row(n, e): what one of them sees.
+    // The scores of a tile of K, times log2(e) for powers of two, -inf where a row does not see a
+    // token. The tile's first token is `first` of the leaf. sees.all(first): whether the thread's
+    // rows see all of it; sees.row(n, e): what one of them sees.
     template <int used, typename Sees>
-    __device__ void addScores(const AttendParams& params, std::uint32_t tile, std::uint64_t present,
-                              int first, const Sees& sees) {
-        float scores[used][token_steps][4];
+    __device__ __forceinline__ void scoresOf(const AttendParams& params, std::uint32_t tile,
+                                             std::uint64_t present, int first, const Sees& sees,
+                                             Scores<used>& scores) const {
         multiplyKeys<used>(tile, scores);
         if constexpr (Shape::has_scales) multiplyScales<used>(tile, scores);
 
-        // Times log2(e), for powers of two.
         const float factor = params.scale * log2_e;
         if (__builtin_expect(params.softcap != 0.0F, 0))
             cap<used>(params.scale, params.softcap, scores);
@@ -159,118 +184,76 @@ public:
                     }
             }
         }
-        float base[used][2];
-        raiseTop<used>(scores, base);
-        weigh<used>(tile, present, scores, base);
     }
 
-    // V of the tile whose K came last.
+    // Of a tile's scores, the greatest of the thread's row e of query tile n.
     template <int used>
-    __device__ void addValues(std::uint32_t tile) {
+    static __device__ __forceinline__ float topOf(const Scores<used>& scores, int n, int e) {
+        float top = empty_lse;
+#pragma unroll
+        for (int t = 0; t < token_steps; ++t)
+            top = fmaxf(top, fmaxf(scores[n][t][e], scores[n][t][2 + e]));
+#pragma unroll
+        for (int distance = 4; distance < warp_size; distance *= 2)
+            top = fmaxf(top, __shfl_xor_sync(all_lanes, top, distance));
+        return top;
+    }
+
+    // The weights of scores, counted from `base`, and the thread's sums of them. `tile` is that of
+    // K.
+    template <int used>
+    static __device__ __forceinline__ void weigh(std::uint32_t tile, std::uint64_t present,
+                                                 const Scores<used>& scores,
+                                                 const float (&base)[used][2],
+                                                 Weights<used>& weights,
+                                                 WeightSums (&sums)[used][2]) {
         const int lane = static_cast<int>(threadIdx.x) % warp_size;
-        const std::uint32_t first = tile + storedAt(lane % 8 + lane / 16 * 8, lane / 8 & 1);
-        const auto add = [&](int t, int step, const std::uint32_t(&operand)[4]) {
 #pragma unroll
-            for (int n = 0; n < used; ++n)
-                Product::multiply(sums_[n][step], operand, weights_[n][t][0], weights_[n][t][1]);
-        };
+        for (int t = 0; t < token_steps; ++t)
 #pragma unroll
-        for (int t = 0; t < token_steps; ++t) {
+            for (int half = 0; half < 2; ++half) {
+                float factor = Numbers::weight_scale;
+                if constexpr (Shape::has_scales) {
+                    const int token = 16 * t + 8 * half + lane / 4;
+                    // The scale of a token that is not there may be anything.
+                    factor *= (present >> token & 1) != 0 ? scaleOfToken(tile, token, true) : 0.0F;
+                }
 #pragma unroll
-            for (int pair = 0; pair < chunk_pairs; ++pair) {
-                std::uint32_t values[4];
-                loadTransposed(values, pairBehind(first, pair) + 16 * t * Shape::row_bytes);
-                if constexpr (Numbers::is_narrow) {
-                    std::uint32_t operand[4];
-                    Numbers::values(operand, values[0], values[2]);
-                    add(t, 2 * pair, operand);
-                    Numbers::values(operand, values[1], values[3]);
-                    add(t, 2 * pair + 1, operand);
-                } else {
-                    add(t, pair, values);
+                for (int n = 0; n < used; ++n) {
+                    float of_rows[2];
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        of_rows[e] = powerOfTwo(scores[n][t][2 * half + e] - base[n][e]);
+                        sums[n][e].weight += of_rows[e];
+                    }
+                    const std::uint32_t pair =
+                        Product::pack(of_rows[0] * factor, of_rows[1] * factor);
+                    if constexpr (!Shape::has_scales || has_offset) {
+                        const float2 rounded = Product::unpack(pair);
+                        sums[n][0].rounded += rounded.x;
+                        sums[n][1].rounded += rounded.y;
+                    }
+                    weights[n][t][half] = transposed(pair);
                 }
             }
-            if constexpr (Numbers::is_narrow && has_odd_chunk) {
-                std::uint32_t values[2];
-                loadTransposed(values, tile + storedAt(16 * t + lane % 16, Shape::row_chunks - 1));
-                std::uint32_t operand[4];
-                Numbers::values(operand, values[0], values[1]);
-                add(t, Shape::steps - 1, operand);
-            }
-        }
     }
 
-    // The leaf is over.
-    __device__ void finish() {
-#pragma unroll
-        for (int n = 0; n < query_tiles; ++n)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                float& weight = weight_[n][e];
-                float& rounded = rounded_weight_[n][e];
-#pragma unroll
-                for (int distance = 4; distance < warp_size; distance *= 2) {
-                    weight += __shfl_xor_sync(all_lanes, weight, distance);
-                    rounded += __shfl_xor_sync(all_lanes, rounded, distance);
-                }
-                const float divisor = Shape::has_scales ? weight * Numbers::weight_scale : rounded;
-                normaliser_[n][e] = weight == 0.0F ? 0.0F : __fdiv_rn(1.0F, divisor);
-                if constexpr (has_offset) rounded *= Numbers::offset;
-            }
+    // What a row's sums of weights times V are multiplied with, when all have joined.
+    static __device__ __forceinline__ float normaliserOf(const WeightSums& sums) {
+        const float divisor =
+            Shape::has_scales ? sums.weight * Numbers::weight_scale : sums.rounded;
+        return sums.weight == 0.0F ? 0.0F : reciprocalOf(divisor);
+    }
+    // A number of out from such a sum.
+    static __device__ __forceinline__ float outOf(float sum, const WeightSums& sums,
+                                                  float normaliser) {
+        return withoutOffset(sum, sums.rounded * Numbers::offset) * normaliser;
+    }
+    static __device__ __forceinline__ float lseOf(const RunningTop& top, const WeightSums& sums) {
+        constexpr float ln_2 = 0.693147181F;
+        return sums.weight == 0.0F ? empty_lse : (top.top + logOfTwo(sums.weight)) * ln_2;
     }
 
-    // Of its states, then, of the thread's row e of tile n: lse, and a number of out.
-    [[nodiscard]] __device__ float lse(int n, int e) const {
-        return weight_[n][e] == 0.0F ? empty_lse : top_[n][e] * ln_2 + logf(weight_[n][e]);
-    }
-    [[nodiscard]] __device__ float out(int n, int step, int half, int e) const {
-        return withoutOffset(sums_[n][step][2 * half + e], rounded_weight_[n][e]) *
-               normaliser_[n][e];
-    }
-
-    // All of out takes the place of its sums; the lse of row lane % (8 * query_tiles) is returned.
-    __device__ float normalise() {
-        const int lane = static_cast<int>(threadIdx.x) % warp_size;
-        float mine = empty_lse;
-#pragma unroll
-        for (int n = 0; n < query_tiles; ++n) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const float of_row = __shfl_sync(all_lanes, lse(n, e), lane % product_rows / 2);
-                if (lane / product_rows % query_tiles == n && lane % 2 == e) mine = of_row;
-            }
-#pragma unroll
-            for (int i = 0; i < Shape::steps; ++i)
-#pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    sums_[n][i][j] = out(n, i, j / 2, j % 2);
-        }
-        return mine;
-    }
-    // The thread's numbers, [query tile][step][2 * half + e].
-    using Sums = float[Shape::query_tiles][Shape::steps][4];
-    [[nodiscard]] __device__ Sums& sums() {
-        return sums_;
-    }
-
-    // Of a shape with one query tile: what out is of the steps from `first` on, to
-    // to[row * Shape::exchange_stride ...].
-    __device__ void store(int first, float* to) const {
-        const int lane = static_cast<int>(threadIdx.x) % warp_size;
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            float* const to_row = to + (lane % 4 * 2 + e) * Shape::exchange_stride;
-#pragma unroll
-            for (int i = 0; i < Shape::exchange_steps; ++i)
-#pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    if (first + i < Shape::steps)
-                        to_row[16 * i + Numbers::outputOf(lane / 4, half)] =
-                            out(0, first + i, half, e);
-        }
-    }
-
-private:
     // Where a chunk of a tile's row lies, in bytes. Rows lie as in the pool: the tile's first
     // position is a multiple of 8.
     static __device__ __forceinline__ std::uint32_t storedAt(int row, int chunk) {
@@ -289,6 +272,7 @@ private:
                static_cast<std::uint32_t>(pair / pairs * pairs * 32);
     }
 
+private:
     // A sum of products, of which this is the offset's share.
     static __device__ __forceinline__ float withoutOffset(float sum, float share) {
         return has_offset ? sum - share : sum;
@@ -316,7 +300,7 @@ private:
 
     // With few tokens two sums a score, so that products wait less for each other.
     template <int used>
-    __device__ void multiplyKeys(std::uint32_t tile, float (&scores)[used][token_steps][4]) {
+    __device__ void multiplyKeys(std::uint32_t tile, Scores<used>& scores) const {
         constexpr bool is_short = token_steps < 4;
         const int lane = static_cast<int>(threadIdx.x) % warp_size;
         const std::uint32_t first = tile + storedAt(lane % 16, lane / 16);
@@ -403,7 +387,7 @@ private:
     }
 
     template <int used>
-    __device__ void multiplyScales(std::uint32_t tile, float (&scores)[used][token_steps][4]) {
+    __device__ void multiplyScales(std::uint32_t tile, Scores<used>& scores) const {
         const int lane = static_cast<int>(threadIdx.x) % warp_size;
 #pragma unroll
         for (int t = 0; t < token_steps; ++t)
@@ -423,7 +407,7 @@ private:
     // scores = softcap * tanh(scale * scores / softcap), times log2(e). tanh x = 1 - 2 / (e^2x +
     // 1).
     template <int used>
-    static __device__ void cap(float scale, float softcap, float (&scores)[used][token_steps][4]) {
+    static __device__ void cap(float scale, float softcap, Scores<used>& scores) {
         const float factor = scale / softcap * (2.0F * log2_e);
         const float size = softcap * log2_e;
 #pragma unroll
@@ -435,95 +419,207 @@ private:
                     score = size - __fdividef(2.0F * size, powerOfTwo(score * factor) + 1.0F);
     }
 
-    // The running maximum with these scores; `base` is what scores are counted from.
-    template <int used>
-    __device__ void raiseTop(const float (&scores)[used][token_steps][4], float (&base)[used][2]) {
-        float factors[used][2];
-        bool raised = false;
-#pragma unroll
-        for (int n = 0; n < used; ++n)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                float top = empty_lse;
-#pragma unroll
-                for (int t = 0; t < token_steps; ++t)
-                    top = fmaxf(top, fmaxf(scores[n][t][e], scores[n][t][2 + e]));
-#pragma unroll
-                for (int distance = 4; distance < warp_size; distance *= 2)
-                    top = fmaxf(top, __shfl_xor_sync(all_lanes, top, distance));
-                top = fmaxf(top, top_[n][e]);
-                // Without any score yet: -inf minus itself would be NaN.
-                base[n][e] = top == empty_lse ? 0.0F : top;
-                factors[n][e] = powerOfTwo(top_[n][e] - base[n][e]);
-                top_[n][e] = top;
-                raised = raised || factors[n][e] != 1.0F;
-            }
-        // Multiplying by 1 changes nothing, and seldom is it anything else.
-        if (__builtin_expect(__any_sync(all_lanes, raised) == 0, 1)) return;
-#pragma unroll
-        for (int n = 0; n < used; ++n) {
-#pragma unroll
-            for (int i = 0; i < Shape::steps; ++i)
-#pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    sums_[n][i][j] *= factors[n][j % 2];
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                weight_[n][e] *= factors[n][e];
-                rounded_weight_[n][e] *= factors[n][e];
-            }
-        }
-    }
-
-    // Weights of the scores, and what the products want of them.
-    template <int used>
-    __device__ void weigh(std::uint32_t tile, std::uint64_t present,
-                          const float (&scores)[used][token_steps][4],
-                          const float (&base)[used][2]) {
-        const int lane = static_cast<int>(threadIdx.x) % warp_size;
-#pragma unroll
-        for (int t = 0; t < token_steps; ++t)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float factor = Numbers::weight_scale;
-                if constexpr (Shape::has_scales) {
-                    const int token = 16 * t + 8 * half + lane / 4;
-                    // The scale of a token that is not there may be anything.
-                    factor *= (present >> token & 1) != 0 ? scaleOfToken(tile, token, true) : 0.0F;
-                }
-#pragma unroll
-                for (int n = 0; n < used; ++n) {
-                    float weights[2];
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        weights[e] = powerOfTwo(scores[n][t][2 * half + e] - base[n][e]);
-                        weight_[n][e] += weights[e];
-                    }
-                    const std::uint32_t pair =
-                        Product::pack(weights[0] * factor, weights[1] * factor);
-                    if constexpr (!Shape::has_scales || has_offset) {
-                        const float2 rounded = Product::unpack(pair);
-                        rounded_weight_[n][0] += rounded.x;
-                        rounded_weight_[n][1] += rounded.y;
-                    }
-                    weights_[n][t][half] = transposed(pair);
-                }
-            }
-    }
-
     static constexpr int kept_steps =
         Shape::splits_queries && Shape::keeps_rests ? Shape::steps : 1;
 
     uint2* rests_;
     uint2 kept_rests_[query_tiles][kept_steps];
     std::uint32_t queries_[query_tiles][Shape::steps][2];
-    std::uint32_t weights_[query_tiles][token_steps][2];
+    float query_share_[query_tiles][2];  // of the offset in scores, before their scale
+};
+
+// A warp's state of one leaf: of the rows that a thread has, the elements Operand::outputOf(lane /
+// 4, half) of each step's 16: sums[n][i][0] and [1] of half 0, [2] and [3] of half 1.
+template <NumberFormat format, int head_dim, typename Shape>
+class Leaf {
+    using Numbers = Operand<format>;
+    using Product = typename Numbers::Product;
+    using OfQueries = Queries<format, head_dim, Shape>;
+    static constexpr int query_tiles = Shape::query_tiles;
+    static constexpr int token_steps = Shape::tile_tokens / 16;
+    static constexpr int chunk_pairs = Shape::row_chunks / 2;
+    static constexpr bool has_odd_chunk = Shape::row_chunks % 2 != 0;
+
+public:
+    // As of Queries.
+    __device__ Leaf(const QueryRows<query_tiles>& queries, uint2* rests, bool writes_rests)
+        : queries_(queries, rests, writes_rests) {}
+
+    __device__ void clear() {
+#pragma unroll
+        for (int n = 0; n < query_tiles; ++n) {
+#pragma unroll
+            for (int i = 0; i < Shape::steps; ++i)
+#pragma unroll
+                for (float& sum : sums_[n][i])
+                    sum = 0.0F;
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                tops_[n][e] = RunningTop{};
+                weight_sums_[n][e] = WeightSums{};
+            }
+        }
+    }
+
+    // K of a tile, as Queries::scoresOf takes it.
+    template <int used, typename Sees>
+    __device__ void addScores(const AttendParams& params, std::uint32_t tile, std::uint64_t present,
+                              int first, const Sees& sees) {
+        typename OfQueries::template Scores<used> scores;
+        queries_.template scoresOf<used>(params, tile, present, first, sees, scores);
+        raiseTops<used>(scores);
+        float base[used][2];
+        WeightSums of_tile[used][2];
+#pragma unroll
+        for (int n = 0; n < used; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+                base[n][e] = tops_[n][e].top;
+        typename OfQueries::template Weights<used> weights;
+        OfQueries::template weigh<used>(tile, present, scores, base, weights, of_tile);
+#pragma unroll
+        for (int n = 0; n < used; ++n) {
+#pragma unroll
+            for (int t = 0; t < token_steps; ++t)
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    weights_[n][t][half] = weights[n][t][half];
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+                weight_sums_[n][e].add(tops_[n][e].factor, of_tile[n][e]);
+        }
+    }
+
+    // V of the tile whose K came last.
+    template <int used>
+    __device__ void addValues(std::uint32_t tile) {
+        const int lane = static_cast<int>(threadIdx.x) % warp_size;
+        const std::uint32_t first =
+            tile + OfQueries::storedAt(lane % 8 + lane / 16 * 8, lane / 8 & 1);
+        const auto add = [&](int t, int step, const std::uint32_t(&operand)[4]) {
+#pragma unroll
+            for (int n = 0; n < used; ++n)
+                Product::multiply(sums_[n][step], operand, weights_[n][t][0], weights_[n][t][1]);
+        };
+#pragma unroll
+        for (int t = 0; t < token_steps; ++t) {
+#pragma unroll
+            for (int pair = 0; pair < chunk_pairs; ++pair) {
+                std::uint32_t values[4];
+                loadTransposed(values,
+                               OfQueries::pairBehind(first, pair) + 16 * t * Shape::row_bytes);
+                if constexpr (Numbers::is_narrow) {
+                    std::uint32_t operand[4];
+                    Numbers::values(operand, values[0], values[2]);
+                    add(t, 2 * pair, operand);
+                    Numbers::values(operand, values[1], values[3]);
+                    add(t, 2 * pair + 1, operand);
+                } else {
+                    add(t, pair, values);
+                }
+            }
+            if constexpr (Numbers::is_narrow && has_odd_chunk) {
+                std::uint32_t values[2];
+                loadTransposed(
+                    values, tile + OfQueries::storedAt(16 * t + lane % 16, Shape::row_chunks - 1));
+                std::uint32_t operand[4];
+                Numbers::values(operand, values[0], values[1]);
+                add(t, Shape::steps - 1, operand);
+            }
+        }
+    }
+
+    // The leaf is over.
+    __device__ void finish() {
+#pragma unroll
+        for (int n = 0; n < query_tiles; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                weight_sums_[n][e].join();
+                normaliser_[n][e] = OfQueries::normaliserOf(weight_sums_[n][e]);
+            }
+    }
+
+    // Of its states, then, of the thread's row e of tile n: lse, and a number of out.
+    [[nodiscard]] __device__ float lse(int n, int e) const {
+        return OfQueries::lseOf(tops_[n][e], weight_sums_[n][e]);
+    }
+    [[nodiscard]] __device__ float out(int n, int step, int half, int e) const {
+        return OfQueries::outOf(sums_[n][step][2 * half + e], weight_sums_[n][e],
+                                normaliser_[n][e]);
+    }
+
+    // All of out takes the place of its sums; the lse of row lane % (8 * query_tiles) is returned.
+    __device__ float normalise() {
+        const int lane = static_cast<int>(threadIdx.x) % warp_size;
+        float mine = empty_lse;
+#pragma unroll
+        for (int n = 0; n < query_tiles; ++n) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float of_row = __shfl_sync(all_lanes, lse(n, e), lane % product_rows / 2);
+                if (lane / product_rows % query_tiles == n && lane % 2 == e) mine = of_row;
+            }
+#pragma unroll
+            for (int i = 0; i < Shape::steps; ++i)
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    sums_[n][i][j] = out(n, i, j / 2, j % 2);
+        }
+        return mine;
+    }
+    // The thread's numbers, [query tile][step][2 * half + e].
+    using Sums = float[Shape::query_tiles][Shape::steps][4];
+    [[nodiscard]] __device__ Sums& sums() {
+        return sums_;
+    }
+
+    // Of a shape with one query tile: what out is of the steps from `first` on, to
+    // to[row * Shape::exchange_stride ...].
+    __device__ void store(int first, float* to) const {
+        const int lane = static_cast<int>(threadIdx.x) % warp_size;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            float* const to_row = to + (lane % 4 * 2 + e) * Shape::exchange_stride;
+#pragma unroll
+            for (int i = 0; i < Shape::exchange_steps; ++i)
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    if (first + i < Shape::steps)
+                        to_row[16 * i + Numbers::outputOf(lane / 4, half)] =
+                            out(0, first + i, half, e);
+        }
+    }
+
+private:
+    // The running maxima with these scores, and all that was summed up before counted from them.
+    template <int used>
+    __device__ void raiseTops(const typename OfQueries::template Scores<used>& scores) {
+        bool raised = false;
+#pragma unroll
+        for (int n = 0; n < used; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                tops_[n][e].raise(OfQueries::template topOf<used>(scores, n, e));
+                raised = raised || tops_[n][e].factor != 1.0F;
+            }
+        // Multiplying by 1 changes nothing, and seldom is it anything else.
+        if (__builtin_expect(__any_sync(all_lanes, raised) == 0, 1)) return;
+#pragma unroll
+        for (int n = 0; n < used; ++n)
+#pragma unroll
+            for (int i = 0; i < Shape::steps; ++i)
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    sums_[n][i][j] *= tops_[n][j % 2].factor;
+    }
+
+    OfQueries queries_;
+    typename OfQueries::template Weights<query_tiles> weights_;
     float sums_[query_tiles][Shape::steps][4];
-    float top_[query_tiles][2];             // of the scores times log2(e)
-    float weight_[query_tiles][2];          // this thread's share of the sum of weights
-    float rounded_weight_[query_tiles][2];  // of what the products see, times weight_scale
-    float normaliser_[query_tiles][2];      // of the sums
-    float query_share_[query_tiles][2];     // of the offset in scores, before their scale
+    RunningTop tops_[query_tiles][2];
+    WeightSums weight_sums_[query_tiles][2];  // the thread's share
+    float normaliser_[query_tiles][2];        // of the sums
 };
 
 }  // namespace kvgrid::cuda

@@ -17,6 +17,9 @@ constexpr int warps = threads / warp_size;
 constexpr std::int64_t header_bytes = 64;
 constexpr std::int64_t counter_bytes =
     most_slots * most_computing_warps * static_cast<std::int64_t>(sizeof(std::uint32_t));
+// Leaves for each block of threads, up to which teams of warps compute them: with more, leaves that
+// wait each for its own tiles keep more of them under way (docs/kernels.md).
+constexpr int most_leaves_by_teams = 1;
 constexpr int sizes = 65;  // of units, to sort by: 0 to 64 parts of the largest
 
 // What comes before a run, and how it is cut.
@@ -24,7 +27,7 @@ struct RunBegin {
     std::int64_t units;      // of the runs before
     std::int64_t slots;      // of the runs before
     std::int64_t trees;      // of the runs before, that attend_fold_kernel folds
-    std::int64_t unit_bits;  // log2 of the rounds of a unit
+    std::int64_t unit_bits;  // log2 of the leaves of a unit
 };
 
 template <typename T>
@@ -70,40 +73,47 @@ __device__ std::int64_t sumBefore(std::int64_t value, std::int64_t& total) {
     return before + upTo - value;
 }
 
-// Rounds of a tree that have something to do, about. Behind a window neighbouring stripes lie in
-// rounds of their own.
+// Leaves of a tree in which there is something to do.
 __device__ __forceinline__ std::int64_t workOf(const Run& run, const RunShape& shape,
                                                const AttendParams& params) {
     if (run.rows == 0) return 0;
     const std::int64_t stripes =
         (run.first_position + run.rows - 1) / stripe_tokens + 1 - shape.first_stripe;
-    const std::int64_t leaves = (stripes + params.context_ranks - 1) / params.context_ranks;
-    return shape.first_stripe == 0 ? (leaves + attend_warps - 1) / attend_warps
-                                   : min(leaves, std::int64_t{1} << shape.round_bits);
+    const std::int64_t leaves = divide(stripes + params.context_ranks - 1, params.context_ranks);
+    return min(leaves, std::int64_t{1} << shape.leaf_bits);
 }
 
-// log2 of the rounds of a unit of a run, of whose trees each has `work` rounds with something to
-// do, where `left` such rounds are left for it and the runs behind it: up to twice the share of one
-// of `teams` of warps. As who is done takes the next unit, units may be large while much is left,
-// and become smaller towards the end, so that all end together.
+// log2 of the leaves of a unit of a run, of whose trees each has `work` leaves with something to
+// do, where `left` such leaves of `all` are left for it and the runs behind it: up to twice the
+// share of one of `teams` of warps, and half of what one does in all, unless that is little. As who
+// is done takes the next unit, units may be large while much is left, and become smaller towards
+// the end, so that all end together. Trees that attend_fold_kernel may not be there for
+// (AttendLaunch::folds) are cut into as many as their own warps fold.
 __device__ __forceinline__ int unitBits(const RunShape& shape, std::int64_t work, std::int64_t left,
-                                        int teams, int least_bits) {
-    const std::int64_t share = 2 * left / teams;
+                                        std::int64_t all, int teams, int least_bits) {
+    constexpr std::int64_t little = 32;
+    const std::int64_t share = min(2 * left / teams, max(all / (2 * teams), little));
     const int share_bits = share < 2 ? 0 : 63 - __clzll(share);
-    const int empty_bits = shape.first_stripe == 0 ? 0 : shape.round_bits - bitsFor(work);
-    const int least = max(least_bits, shape.round_bits - most_unit_bits);
-    return min(max(share_bits + empty_bits, least), shape.round_bits);
+    const int empty_bits = shape.first_stripe == 0 ? 0 : shape.leaf_bits - bitsFor(work);
+    const int most_cut =
+        std::int64_t{1} << shape.leaf_bits <= lane_count ? small_tree_bits : most_unit_bits;
+    // With fewer than four leaves a unit, trees of no more units than attend_fold_kernel folds
+    // soon.
+    constexpr int soon_folded_bits = 7;
+    const int enough = min(max(shape.leaf_bits - soon_folded_bits, 0), leaves_by_warps_bits);
+    const int least = max(max(least_bits, shape.leaf_bits - most_cut), enough);
+    return min(max(share_bits + empty_bits, least), shape.leaf_bits);
 }
 
 // A unit of a run, or (unit_of_tree 0 of) a tree. Tiles vary fastest, so that blocks of threads
 // that run together read the same K and V; then the units of a tree, then KV heads.
 __device__ Unit unitOf(const AttendLaunch& launch, const Run& run, const RunBegin& begin,
-                       bool is_tree, std::int64_t index) {
+                       bool by_teams, bool is_tree, std::int64_t index) {
     const AttendParams& params = launch.params;
     const int group = params.query_heads / params.kv_heads;
     Unit unit;
-    unit.shape = shapeOf(run, params, launch.tile_rows);
-    unit.round_bits = static_cast<int>(begin.unit_bits);
+    unit.shape = shapeOf(run, params, launch.tile_rows, by_teams ? 0 : leaves_by_warps_bits);
+    unit.leaf_bits = static_cast<int>(begin.unit_bits);
     const int cut_bits = unit.cutBits();
     const std::int64_t tiles = unit.shape.tiles;
     const std::int64_t head_and_unit = index / tiles;
@@ -112,9 +122,9 @@ __device__ Unit unitOf(const AttendLaunch& launch, const Run& run, const RunBegi
         is_tree ? 0 : head_and_unit & ((std::int64_t{1} << cut_bits) - 1);
     unit.kv_head = static_cast<int>(is_tree ? head_and_unit : head_and_unit >> cut_bits);
     unit.slot = run.slot;
-    unit.unused[0] = 0;
-    unit.unused[1] = 0;
-    unit.first_round = unit_of_tree << unit.round_bits;
+    unit.by_team = by_teams ? 1 : 0;
+    unit.unused = 0;
+    unit.first_leaf = unit_of_tree << unit.leaf_bits;
     unit.first_position = run.first_position;
     unit.first_row = run.first_row;
     // All tiles of a run are alike, but the last.
@@ -153,20 +163,19 @@ __device__ std::int64_t runOf(const RunBegin* begins, std::int64_t run_count, st
 // How much of the largest unit there is, in parts of 64: leaves that exist, of some if there are
 // many.
 __device__ int sizeOf(const Unit& unit, int largest_bits, int context_ranks) {
-    const std::int64_t paths = std::int64_t{attend_warps} << unit.round_bits;
+    const std::int64_t paths = std::int64_t{1} << unit.leaf_bits;
     const std::int64_t step = paths > 64 ? paths / 64 : 1;
-    const std::int64_t first = unit.first_round * attend_warps;
     std::int64_t leaves = 0;
     for (std::int64_t path = 0; path < paths; path += step)
-        leaves += unit.sees(unit.stripeAt(first + path, context_ranks)) ? step : 0;
-    return static_cast<int>(((leaves << 4) + (std::int64_t{1} << largest_bits) - 1) >>
+        leaves += unit.sees(unit.stripeAt(unit.first_leaf + path, context_ranks)) ? step : 0;
+    return static_cast<int>(((leaves << 6) + (std::int64_t{1} << largest_bits) - 1) >>
                             largest_bits);
 }
 
 // Called by all threads: writes begins, and returns what comes before the end. Units have
-// 2^least_bits rounds at least.
-__device__ RunBegin cutRuns(const AttendLaunch& launch, std::int64_t work, int least_bits,
-                            RunBegin* begins, int& largest_bits) {
+// 2^least_bits leaves at least, and trees 2^least_tree_bits.
+__device__ RunBegin cutRuns(const AttendLaunch& launch, std::int64_t work, int least_tree_bits,
+                            int least_bits, RunBegin* begins, int& largest_bits) {
     const AttendParams& params = launch.params;
     RunBegin before{0, 0, 0, 0};
     std::int64_t work_before = 0;
@@ -175,17 +184,18 @@ __device__ RunBegin cutRuns(const AttendLaunch& launch, std::int64_t work, int l
         RunShape shape{};
         std::int64_t tree_work = 0;
         if (i < params.run_count) {
-            shape = shapeOf(params.runs[i], params, launch.tile_rows);
+            shape = shapeOf(params.runs[i], params, launch.tile_rows, least_tree_bits);
             tree_work = workOf(params.runs[i], shape, params);
         }
         const std::int64_t mine_work = tree_work * shape.trees(params.kv_heads);
         std::int64_t sum;
         const std::int64_t left = work - work_before - sumBefore(mine_work, sum) - mine_work / 2;
         work_before += sum;
-        RunBegin mine{0, 0, 0,
-                      unitBits(shape, tree_work, left, launch.blocks * launch.teams, least_bits)};
+        RunBegin mine{
+            0, 0, 0,
+            unitBits(shape, tree_work, left, work, launch.blocks * launch.teams, least_bits)};
         const std::int64_t trees = shape.trees(params.kv_heads);
-        const auto cut_bits = static_cast<int>(shape.round_bits - mine.unit_bits);
+        const auto cut_bits = static_cast<int>(shape.leaf_bits - mine.unit_bits);
         mine.units = trees << cut_bits;
         mine.slots = cut_bits > 0 ? mine.units : 0;
         mine.trees = cut_bits > small_tree_bits ? trees : 0;
@@ -214,16 +224,19 @@ __global__ void __launch_bounds__(threads)
 
     std::int64_t work = 0;
     for (std::int64_t i = thread; i < params.run_count; i += threads) {
-        const RunShape shape = shapeOf(params.runs[i], params, launch.tile_rows);
+        const RunShape shape = shapeOf(params.runs[i], params, launch.tile_rows, 0);
         work += workOf(params.runs[i], shape, params) * shape.trees(params.kv_heads);
     }
     work = blockSum(work);
+    const bool by_teams =
+        launch.has_teams && work <= std::int64_t{most_leaves_by_teams} * launch.blocks;
+    const int least_tree_bits = by_teams ? 0 : leaves_by_warps_bits;
     // As fine as the slots allow.
     RunBegin end{};
-    for (int least_bits = 0; least_bits <= most_round_bits; ++least_bits) {
+    for (int least_bits = least_tree_bits; least_bits <= most_leaf_bits; ++least_bits) {
         if (thread == 0) largest_bits = 0;
         __syncthreads();
-        end = cutRuns(launch, work, least_bits, begins, largest_bits);
+        end = cutRuns(launch, work, least_tree_bits, least_bits, begins, largest_bits);
         __syncthreads();
         if (end.slots <= launch.slots) break;
     }
@@ -231,13 +244,14 @@ __global__ void __launch_bounds__(threads)
     if (end.units > launch.plan.unit_capacity || end.slots > launch.slots || end.trees > most_trees)
         __trap();
     // So does the workspace for what waits there, unless a sequence is longer than its table.
-    if (launch.fold != nullptr && largest_bits + 1 > launch.fold_levels) __trap();
+    if (launch.fold != nullptr && largest_bits - 1 > launch.fold_levels) __trap();
     const auto units = static_cast<int>(end.units);
     const auto trees = static_cast<int>(end.trees);
     const auto unitAt = [&](int item) {
         const std::int64_t run = runOf(begins, params.run_count, item,
                                        [](const RunBegin& begin) { return begin.units; });
-        return unitOf(launch, params.runs[run], begins[run], false, item - begins[run].units);
+        return unitOf(launch, params.runs[run], begins[run], by_teams, false,
+                      item - begins[run].units);
     };
     for (int item = thread; item < units; item += threads) {
         const int size = min(sizeOf(unitAt(item), largest_bits, params.context_ranks), sizes - 1);
@@ -260,7 +274,7 @@ __global__ void __launch_bounds__(threads)
         const std::int64_t run = runOf(begins, params.run_count, item,
                                        [](const RunBegin& begin) { return begin.trees; });
         const Unit tree =
-            unitOf(launch, params.runs[run], begins[run], true, item - begins[run].trees);
+            unitOf(launch, params.runs[run], begins[run], by_teams, true, item - begins[run].trees);
         launch.plan.trees[item] = tree;
         atomicMax(&most_units, 1 << tree.cutBits());
     }

@@ -32,7 +32,8 @@ struct AttendRowsShape : TileShape<format, head_dim> {
     static constexpr int warp_rows = query_tiles * product_rows;
     static constexpr int block_rows = computing_warps * warp_rows;
     static_assert(block_rows <= most_tile_rows);
-    static constexpr int fetched_leaves = attend_warps;
+    static constexpr int rings = 1;  // of a team
+    static constexpr int arrivals = 1;
     static constexpr bool keeps_rests = true;
     // The launch gives all the same. Two tiles of long queries with rests take more.
     static constexpr int launch_registers = 168;
@@ -309,8 +310,10 @@ __device__ __forceinline__ void storeRows(
                         empty ? 0.0F : sums[n][i][2 * half + e];
             if (lane / 4 == 0) *lse = row_lse;
         }
-    if (cut_bits > 0 && cut_bits <= small_tree_bits)
-        foldTree<head_dim>(launch, unit, first_row / Shape::warp_rows, first_row, rows);
+    // Rows are always the same warp's.
+    if (isSmall(unit) &&
+        isLastWarp(treeCounter(launch, unit) + first_row / Shape::warp_rows, unitsOfTree(unit)))
+        foldTree<head_dim>(launch, unit, first_row, rows);
 }
 
 // Takes a leaf's tiles from the ring. A tile of which no row of the warp sees anything gives
@@ -355,20 +358,18 @@ __device__ __forceinline__ void computeRows(
         Leaf<format, head_dim, Shape> leaf(
             QueryRows<Shape::query_tiles>(params, unit, first_row, head_dim), nullptr, false);
         WarpSeen<Shape> seen(params, unit, first_row);
-        fold.begin(unit.round_bits + 2);
+        fold.begin(unit.leaf_bits);
         float lse = empty_lse;
         bool has_state = false;
-        const std::int64_t first_path = unit.first_round * attend_warps;
-        const std::int64_t leaves = std::int64_t{attend_warps} << unit.round_bits;
         std::int64_t index = 0;
-        while (index < leaves) {
-            // A round with nothing in it is empty as a whole.
-            const bool whole_round = index % attend_warps == 0 &&
-                                     !unit.hasRound(first_path + index, params.context_ranks);
-            const int level = whole_round ? 2 : 0;
-            const std::int64_t stripe = unit.stripeAt(first_path + index, params.context_ranks);
+        while (index >> unit.leaf_bits == 0) {
+            const std::int64_t path = unit.first_leaf + index;
+            const bool four_are_empty =
+                index % 4 == 0 && !unit.seesFour(path, params.context_ranks);
+            const int level = four_are_empty ? leaves_by_warps_bits : 0;
+            const std::int64_t stripe = unit.stripeAt(path, params.context_ranks);
             has_state = false;
-            if (!whole_round && unit.sees(stripe)) {
+            if (!four_are_empty && unit.sees(stripe)) {
                 seen.enter(params, unit, stripe * stripe_tokens);
                 leaf.clear();
                 attendRows<Shape>(leaf, ring, place, params, unit.tokensOf(stripe), seen);

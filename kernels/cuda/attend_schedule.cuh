@@ -11,9 +11,9 @@
 //           highest first). Levels of which one half is empty in the whole run are left out:
 //           merging the empty state changes nothing. So a run that sees at most 64 stripes has no
 //           bits of n: a lane has one stripe.
-//   round   4 neighbouring leaves, which in attend_kernel 4 warps compute at a time
-//   unit    an aligned subtree of 2^k rounds of a tree, which a block of threads (or a team of its
-//           warps) folds by itself
+//   unit    an aligned subtree of 2^k leaves of a tree, which a block of threads (or a team of its
+//           warps) folds by itself. attend_kernel computes four leaves at a time, a warp each;
+//           where there is little to do in all, one with four warps (attend_team.cuh)
 //
 // A tree of one unit goes straight to the output; units of larger ones go to slots of the
 // workspace. Up to 16 of them are folded by who stores the last (attend_fold.cuh), more by
@@ -35,9 +35,11 @@ inline constexpr int product_rows = 8;  // query rows of a matrix product
 inline constexpr int most_tile_rows = 128;
 // Behind all stripes; the positions of its tokens are numbers too.
 inline constexpr std::int64_t no_stripe = INT64_MAX / (2 * stripe_tokens);
+inline constexpr int leaves_by_warps_bits = 2;  // log2 of the leaves that warps compute at a time
+static_assert(1 << leaves_by_warps_bits == attend_warps);
 inline constexpr int queue_slots = 3;
 inline constexpr int most_stages = 8;           // of a ring
-inline constexpr int most_round_bits = 24;      // of a unit
+inline constexpr int most_leaf_bits = 26;       // of a unit
 inline constexpr int most_unit_bits = 10;       // of a tree
 inline constexpr int small_tree_bits = 4;       // of the units of a tree that its own warps fold
 inline constexpr int fold_warps = 16;           // of a block of threads of attend_fold_kernel
@@ -56,8 +58,8 @@ __host__ __device__ constexpr std::int64_t slotNumbers(int tile_rows, int head_d
 static_assert(most_slots * slotNumbers(most_tile_rows, 256) < std::int64_t{1} << 31);
 
 // Mostly there is little to divide, and 64 bits take many times as long as 32.
-__device__ __forceinline__ std::int64_t divide(std::int64_t dividend, int divisor) {
-    if (dividend >> 32 == 0)
+__device__ __forceinline__ std::int64_t divide(std::int64_t dividend, std::int64_t divisor) {
+    if ((dividend | divisor) >> 32 == 0)
         return static_cast<std::uint32_t>(dividend) / static_cast<std::uint32_t>(divisor);
     return dividend / divisor;
 }
@@ -67,7 +69,7 @@ struct RunShape {
     int first_lane;             // the lowest lane that this context rank owns
     int lane_bits;              // of a path
     int stripe_bits;            // of a path
-    int round_bits;             // a tree has 2^round_bits rounds
+    int leaf_bits;              // a tree has 2^leaf_bits leaves
     std::int64_t first_stripe;  // that some row sees
     std::int64_t tiles;
 
@@ -78,8 +80,9 @@ __device__ __forceinline__ int bitsFor(std::int64_t count) {  // the least with 
     return count <= 1 ? 0 : 64 - __clzll(count - 1);
 }
 
+// least_bits: a tree has 2^least_bits leaves at least, empty ones if need be.
 __device__ __forceinline__ RunShape shapeOf(const Run& run, const AttendParams& params,
-                                            int tile_rows) {
+                                            int tile_rows, int least_bits) {
     const int ranks = params.context_ranks;
     const int group = params.query_heads / params.kv_heads;
     RunShape shape;
@@ -103,14 +106,14 @@ __device__ __forceinline__ RunShape shapeOf(const Run& run, const AttendParams& 
             stripes - shape.first_stripe <= lane_count ? 0 : bitsFor((first ^ last) + 1);
     }
     const int path_bits = shape.lane_bits + shape.stripe_bits;
-    shape.round_bits = path_bits > 2 ? path_bits - 2 : 0;
+    shape.leaf_bits = path_bits > least_bits ? path_bits : least_bits;
     return shape;
 }
 
 // A unit of attend_kernel, or a tree of attend_fold_kernel.
 struct alignas(16) Unit {
     RunShape shape;
-    std::int64_t first_round;     // in the tree
+    std::int64_t first_leaf;      // in the tree
     std::int64_t first_seen;      // position that some row of the tile sees
     std::int64_t last_position;   // of the tile
     std::int64_t first_position;  // of the run
@@ -119,14 +122,15 @@ struct alignas(16) Unit {
     std::int32_t slot;            // of the block table
     std::int32_t kv_head;
     std::int32_t rows;            // of the tile that exist, 1 to all
-    std::int32_t round_bits;      // of the unit
+    std::int32_t leaf_bits;       // of the unit
     std::int32_t workspace_slot;  // of the unit, or of the tree's first
     std::int32_t slot_stride;     // from one unit of the tree to the next
-    std::int32_t unused[2];
+    std::int32_t by_team;         // 1: four warps compute a leaf; alike in all units of a plan
+    std::int32_t unused;
 
     // log2 of the units of its tree.
     [[nodiscard]] __device__ __forceinline__ int cutBits() const {
-        return shape.round_bits - round_bits;
+        return shape.leaf_bits - leaf_bits;
     }
 
     // Whether some row of the tile sees something of a stripe.
@@ -140,13 +144,13 @@ struct alignas(16) Unit {
             min(last_position - stripe * stripe_tokens + 1, std::int64_t{stripe_tokens}));
     }
 
-    // Whether there is something in the round of four paths from `path` on. Of four siblings the
-    // first is the lowest stripe, behind which there is nothing without a window.
-    [[nodiscard]] __device__ __forceinline__ bool hasRound(std::int64_t path,
+    // Whether there is something in the four paths from `path` on. Of four siblings the first is
+    // the lowest stripe, behind which there is nothing without a window.
+    [[nodiscard]] __device__ __forceinline__ bool seesFour(std::int64_t path,
                                                            int context_ranks) const {
         bool any = sees(stripeAt(path, context_ranks));
         if (first_seen >= stripe_tokens)
-            for (int i = 1; i < attend_warps; ++i)
+            for (int i = 1; i < 4; ++i)
                 any = any || sees(stripeAt(path + i, context_ranks));
         return any;
     }
@@ -163,6 +167,14 @@ struct alignas(16) Unit {
             shape.stripe_bits == 0 ? (shape.first_stripe + lane_count - 1 - lane) / lane_count
                                    : (shape.first_stripe / lane_count & ~mask) + (path & mask);
         return round_of_lanes * lane_count + lane;
+    }
+
+    // The stripe at a path, from that at the path before it.
+    [[nodiscard]] __device__ __forceinline__ std::int64_t stripeBehind(std::int64_t stripe,
+                                                                       std::int64_t path,
+                                                                       int context_ranks) const {
+        const std::int64_t mask = (std::int64_t{1} << shape.stripe_bits) - 1;
+        return (path & mask) != 0 ? stripe + lane_count : stripeAt(path, context_ranks);
     }
 
     struct Query {
@@ -227,6 +239,7 @@ struct AttendLaunch {
     int blocks = 0;             // of threads, of the kernel
     int teams = 1;              // of a block, each at a unit of its own (attend_rows_kernel.cuh)
     int tile_rows = 0;          // at most
+    bool has_teams = false;     // of four warps, for leaves of a launch with little to do
     int stages = 0;             // of a ring: each a tile of K or V
     bool folds = false;         // attend_fold_kernel follows
     std::int64_t slots = 0;     // that the workspace holds

@@ -56,6 +56,17 @@ __device__ __forceinline__ void arrive(std::uint32_t barrier) {
                  : "memory");
 }
 
+// So many times.
+__device__ __forceinline__ void arrive(std::uint32_t barrier, int times) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(times)
+                 : "memory");
+#else
+    for (int i = 0; i < times; ++i)
+        arrive(barrier);
+#endif
+}
+
 // Arrives when this thread's copyAsync that came before are over.
 __device__ __forceinline__ void arriveAfterCopies(std::uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
@@ -208,6 +219,20 @@ __device__ __forceinline__ void loadTransposed(std::uint32_t (&out)[2], std::uin
 [[nodiscard]] __device__ __forceinline__ float powerOfTwo(float x) {
     float out;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+}
+
+// The logarithm to the base 2 of a normal number.
+[[nodiscard]] __device__ __forceinline__ float logOfTwo(float x) {
+    float out;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+}
+
+// 1 / x, of a normal number whose reciprocal is one too; not always the nearest.
+[[nodiscard]] __device__ __forceinline__ float reciprocalOf(float x) {
+    float out;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
     return out;
 }
 
