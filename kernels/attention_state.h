@@ -90,9 +90,14 @@ KVGRID_HOST_DEVICE MergeWeights mergeWeights(float left_lse, float right_lse) {
     return {left_is_top ? top_weight : low_weight, left_is_top ? low_weight : top_weight, lse};
 }
 
+// One element of `out`, where no weight is 0.
+KVGRID_HOST_DEVICE float mergeBoth(const MergeWeights& weights, float left, float right) {
+    return exact::step(weights.left, left, exact::product(weights.right, right));
+}
+
 // One element of `out`.
 KVGRID_HOST_DEVICE float mergeOut(const MergeWeights& weights, float left, float right) {
-    const float both = exact::step(weights.left, left, exact::product(weights.right, right));
+    const float both = mergeBoth(weights, left, right);
     const float one = weights.right == 0.0F ? left : right;
     return weights.right == 0.0F || weights.left == 0.0F ? one : both;  // no branch
 }

@@ -1,3 +1,8 @@
+#include <cuda.h>
+
+#include <array>
+#include <numeric>
+
 #include "kernels/cuda/attend_launch.h"
 #include "kernels/cuda/attend_plan.h"
 #include "kernels/cuda/fold_states.cuh"
@@ -309,6 +314,42 @@ std::size_t attendWorkspaceBytes(std::int64_t rows, int query_heads, int head_di
 
 namespace {
 
+// How tiles of so many tokens are copied from the pool, whose strides are whole rows.
+RowBoxes boxesOf(const AttendParams& params, int tile_tokens) {
+    constexpr int version = 12000;  // of CUDA, that has it
+    static const auto encode = [] {
+        void* function = nullptr;
+        cudaDriverEntryPointQueryResult found{};
+        check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, version,
+                                               cudaEnableDefault, &found),
+              "cudaGetDriverEntryPointByVersion");
+        if (found != cudaDriverEntryPointSuccess)
+            throw Error(ErrorCode::unavailable, "the driver has no cuTensorMapEncodeTiled");
+        return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+    }();
+    constexpr int rank = 3;
+    const PoolView& pool = params.pool;
+    const auto row_bytes = static_cast<std::int64_t>(params.head_dim) * 2;
+    RowBoxes boxes;
+    boxes.rows = static_cast<int>(std::gcd(pool.block_size, std::int64_t{tile_tokens}));
+    boxes.token_rows = static_cast<int>(pool.token_stride / row_bytes);
+    // Block ids are checked before, so the pool's end need not be known.
+    const std::array<cuuint64_t, rank> sizes{static_cast<cuuint64_t>(params.head_dim),
+                                             static_cast<cuuint64_t>(boxes.token_rows), INT32_MAX};
+    const std::array<cuuint64_t, rank - 1> strides{static_cast<cuuint64_t>(row_bytes),
+                                                   static_cast<cuuint64_t>(pool.token_stride)};
+    const std::array<cuuint32_t, rank> box{part_bytes / 2, 1, static_cast<cuuint32_t>(boxes.rows)};
+    const std::array<cuuint32_t, rank> every{1, 1, 1};
+    const CUresult status = encode(
+        &boxes.map, CU_TENSOR_MAP_DATA_TYPE_UINT16, rank, pool.data, sizes.data(), strides.data(),
+        box.data(), every.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (status != CUDA_SUCCESS)
+        throw Error(ErrorCode::internal,
+                    "cuTensorMapEncodeTiled: " + std::to_string(static_cast<int>(status)));
+    return boxes;
+}
+
 AttendLaunch launchOf(const AttendParams& params, const AttendKernel& kernel,
                       const CudaDevice& device) {
     AttendLaunch launch;
@@ -318,6 +359,7 @@ AttendLaunch launchOf(const AttendParams& params, const AttendKernel& kernel,
     launch.teams = kernel.teams;
     launch.tile_rows = kernel.tile_rows;
     launch.has_teams = kernel.has_teams;
+    if (kernel.box_tokens > 0) launch.boxes = boxesOf(params, kernel.box_tokens);
     launch.stages = stagesFor(kernel, {device.sharedBytes(), device.sharedBytesOfMultiprocessor()});
     auto room = static_cast<std::int64_t>(params.workspace_bytes);
     if (kernel.state_bytes > 0) {

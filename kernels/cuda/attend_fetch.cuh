@@ -10,13 +10,15 @@
 namespace kvgrid::cuda {
 
 // Sizes of a tile, that follow from the format and the head dim.
-template <NumberFormat format, int head_dim>
+template <NumberFormat format, int head_dim, int tokens = 0>
 struct TileShape {
     static constexpr bool has_scales = scaleBytes(format, 1) != 0;
     static constexpr int row_bytes = head_dim * static_cast<int>(bytesPerElement(format));
     static constexpr int row_chunks = row_bytes / 16;
-    // Copies of up to 8 KB, of which eight warps can have two under way each.
-    static constexpr int tile_tokens = row_bytes <= 128 ? 64 : row_bytes <= 256 ? 32 : 16;
+    // Tokens whose weights are counted from one maximum (attend_leaf.cuh). Mostly a tile has as
+    // many: copies of up to 8 KB, of which eight warps can have two under way each.
+    static constexpr int softmax_tokens = row_bytes <= 128 ? 64 : row_bytes <= 256 ? 32 : 16;
+    static constexpr int tile_tokens = tokens > 0 ? tokens : softmax_tokens;
     static constexpr std::uint64_t tile_mask = ~std::uint64_t{0} >> (64 - tile_tokens);
     static constexpr int steps = head_dim / 16;  // of a product over the head dim
     // A stage of the ring: rows, then, in that of K, the scales of K and of V.
@@ -26,6 +28,9 @@ struct TileShape {
     static constexpr int stage_bytes = tile_bytes + 24;  // of a ring
     // Queries have rests: what rounding left out of them, as the products want it.
     static constexpr bool splits_queries = format == NumberFormat::bf16;
+    // Whether a tile's rows lie in parts of 128 bytes, the first parts of all rows first, as
+    // products of warp groups want them (attend_group.cuh), or as in the pool.
+    static constexpr bool has_parts = false;
     // Of a unit queue: the units and their two barriers.
     static constexpr int queue_bytes = queue_slots * (static_cast<int>(sizeof(Unit)) + 16);
 };
@@ -54,8 +59,8 @@ struct AttendShape : TileShape<format, head_dim> {
     static constexpr int exchange_stride = 16 * exchange_steps + 4;
     static constexpr int exchange_numbers = attend_warps * tile_rows * (exchange_stride + 1);
     // What the warps of a team tell each other of a leaf (attend_team.cuh). Tiles of few tokens, of
-    // long rows, would make much of that; with numbers of 8 bits long launches were up to 3 % slower
-    // where the kernel has both ways.
+    // long rows, would make much of that; with numbers of 8 bits long launches were up to 3 %
+    // slower where the kernel has both ways.
     static constexpr bool has_teams = Tile::tile_tokens > 16 && !Tile::has_scales;
     static constexpr int leaf_tiles = stripe_tokens / Tile::tile_tokens;
     static constexpr int weights_bytes = stripe_tokens / 16 * warp_size * 8;
@@ -90,6 +95,10 @@ struct Stage {
     std::uint64_t consumed;
     std::uint64_t present;
 };
+
+[[nodiscard]] __device__ __forceinline__ bool isFirstLane() {
+    return threadIdx.x % warp_size == 0;
+}
 
 // Stages that are filled in turn.
 struct Ring {
@@ -224,7 +233,8 @@ public:
           writer_(deal, queue),
           reader_(queue),
           ring_number_(ring_number),
-          whole_tiles_(launch.params.pool.token_stride == Shape::row_bytes &&
+          boxes_(launch.boxes),
+          whole_tiles_(!Shape::has_parts && launch.params.pool.token_stride == Shape::row_bytes &&
                        launch.params.pool.block_size % Shape::tile_tokens == 0),
           ring_(ring) {}
 
@@ -246,6 +256,12 @@ public:
     }
 
 private:
+    // A box's place in the pool.
+    struct BoxPlace {
+        int of_token;  // of token_rows
+        int token;
+    };
+
     // One leaf on its way in. What a lane holds of it is of its tile number `lane`, where a tile is
     // one run of memory, else of the leaf's block number `lane`.
     struct LeafSource {
@@ -259,6 +275,9 @@ private:
         const std::byte* source;  // K of the lane's tile
         const std::byte* scales;  // of K of the lane's tile
         int rows;                 // of it that there are
+        bool is_in_boxes;         // the leaf is whole, and all lanes have a box or none
+        BoxPlace keys;            // the lane's box, number `lane` of the leaf
+        BoxPlace values;
     };
 
     __device__ void fetchLeaf(const Unit& unit, std::int64_t stripe) {
@@ -275,6 +294,8 @@ private:
             __syncwarp();
             if (whole_tiles_)
                 fetchWholeTile();
+            else if (leaf_.is_in_boxes)
+                fetchBoxes();
             else
                 fetchTile();
             place_.advance(ring_.count);
@@ -291,6 +312,7 @@ private:
         leaf_.logical = divide(position, pool.block_size);
         leaf_.within = position - leaf_.logical * pool.block_size;
         leaf_.tokens = unit.tokensOf(stripe);
+        leaf_.is_in_boxes = false;
 #if __CUDA_ARCH__ >= 900
         // Read once, it must not drive out code, tables and states. Tiles of one KV head read it
         // together.
@@ -306,6 +328,7 @@ private:
         if (before <= blocksBefore(leaf_.tokens - 1))
             leaf_.block =
                 findBlock(params_.tables, leaf_.slot, leaf_.logical + before, pool.max_num_blocks);
+        if constexpr (Shape::has_parts) findBoxes();
         if (!whole_tiles_) return;
         if (leaf_.block == no_block) {
             leaf_.rows = 0;
@@ -466,7 +489,11 @@ private:
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < rounds; ++i)
-            copyRuns(sources[i], to + static_cast<std::uint32_t>(i * warp_size * Shape::row_bytes));
+            if constexpr (Shape::has_parts)
+                copyParts(sources[i], to, i * warp_size + lane, present == Shape::tile_mask);
+            else
+                copyRuns(sources[i],
+                         to + static_cast<std::uint32_t>(i * warp_size * Shape::row_bytes));
 #else
 #pragma unroll
         for (int i = 0; i < rounds; ++i)
@@ -478,16 +505,89 @@ private:
 #endif
     }
 
+    // Where the boxes of a leaf lie, when all of it is there, and each lane has one at most.
+    __device__ __forceinline__ void findBoxes() {
+        const int lane = static_cast<int>(threadIdx.x) % warp_size;
+        const int token = lane * boxes_.rows;
+        leaf_.is_in_boxes = boxes_.rows * warp_size >= stripe_tokens && leaf_.skip == 0 &&
+                            leaf_.tokens == stripe_tokens &&
+                            __all_sync(all_lanes, lane > blocksBefore(stripe_tokens - 1) ||
+                                                      leaf_.block != no_block) != 0;
+        if (!leaf_.is_in_boxes) return;
+        const int before = token < stripe_tokens ? blocksBefore(token) : 0;
+        const std::int64_t block = __shfl_sync(all_lanes, leaf_.block, before);
+        const PoolView& pool = params_.pool;
+        const std::byte* const keys = keyRow(pool, params_.layer, block, leaf_.kv_head,
+                                             leaf_.within + token - before * pool.block_size);
+        leaf_.keys = boxAt(keys);
+        leaf_.values = boxAt(keys + pool.value_offset);
+    }
+
+    [[nodiscard]] __device__ __forceinline__ BoxPlace boxAt(const std::byte* row) const {
+        const std::int64_t place = (row - params_.pool.data) / Shape::row_bytes;
+        if (boxes_.token_rows == 1) return {0, static_cast<int>(place)};
+        const std::int64_t token = divide(place, boxes_.token_rows);
+        return {static_cast<int>(place - token * boxes_.token_rows), static_cast<int>(token)};
+    }
+
+    // Of a tile of such a leaf.
+    __device__ __forceinline__ void fetchBoxes() {
 #if __CUDA_ARCH__ >= 900
+        const int lane = static_cast<int>(threadIdx.x) % warp_size;
+        if (lane == 0) {
+            ring_.stages[place_.stage].present = Shape::tile_mask;
+            expectBytes(stageBarrier(), Shape::rows_bytes);
+        } else {
+            arrive(stageBarrier());
+        }
+        __syncwarp();
+        const int row = lane * boxes_.rows - tile_ * Shape::tile_tokens;
+        if (row >= 0 && row < Shape::tile_tokens)
+            copyBox(is_value_ ? leaf_.values : leaf_.keys, row);
+#endif
+    }
+
+#if __CUDA_ARCH__ >= 900
+    // To row `row` of the tile.
+    __device__ __forceinline__ void copyBox(const BoxPlace& from, int row) {
+#pragma unroll
+        for (int part = 0; part < Shape::row_bytes / part_bytes; ++part)
+            cuda::copyBox(stageTile() + static_cast<std::uint32_t>(
+                                            (part * Shape::tile_tokens + row) * part_bytes),
+                          boxes_.map, part * part_bytes / 2, from.of_token, from.token,
+                          stageBarrier(), policy_);
+    }
+
+    // Where the chunk of a row lies in a tile that is at the same place of the row in the pool.
+    static __device__ __forceinline__ std::uint32_t chunkAt(int row, int chunk) {
+        constexpr int together = Shape::has_parts ? part_bytes / 16 : Shape::row_chunks;
+        return static_cast<std::uint32_t>(
+            (chunk / together * Shape::tile_tokens * together + row * together + chunk % together) *
+            16);
+    }
+
+    // The lane's row of a tile, null where there is none: with those behind it, as many as a box
+    // has, where the whole tile is there, else by itself.
+    __device__ void copyParts(const std::byte* source, std::uint32_t tile, int row,
+                              bool is_whole_tile) {
+        if (source == nullptr) return;
+        if (is_whole_tile && row % boxes_.rows == 0) copyBox(boxAt(source), row);
+        if (is_whole_tile) return;
+        for (int part = 0; part < Shape::row_bytes / part_bytes; ++part)
+            copyBulk(
+                tile + static_cast<std::uint32_t>((part * Shape::tile_tokens + row) * part_bytes),
+                source + part * part_bytes, part_bytes, stageBarrier(), policy_);
+    }
+
     // 0 x NaN is NaN, so rows of V that no copy writes must be numbers.
     static __device__ void clearRows(std::uint32_t tile, std::uint64_t present) {
         for (int row = static_cast<int>(threadIdx.x) % warp_size; row < Shape::tile_tokens;
              row += warp_size) {
             if ((present >> row & 1) != 0) continue;
             for (int chunk = 0; chunk < Shape::row_chunks; ++chunk)
-                storeZeros(tile + static_cast<std::uint32_t>(row * Shape::row_bytes + chunk * 16));
+                storeZeros(tile + chunkAt(row, chunk));
         }
-        fenceBulkCopies();
+        fenceAsync();
     }
 
     // Up to 32 rows, one a lane, null where there is none: a run of rows that lie behind each other
@@ -536,6 +636,7 @@ private:
     bool is_value_ = false;     // V of it, or K
     int ring_number_;
     bool by_team_ = false;
+    const RowBoxes& boxes_;
     bool whole_tiles_;  // each lies in one run of memory
     Ring ring_;
     RingPlace place_;

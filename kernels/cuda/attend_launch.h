@@ -19,6 +19,7 @@ struct AttendKernel {
     int threads = 0;                    // of a block
     int blocks_per_multiprocessor = 1;  // of threads, at once
     int most_stages = 0;                // of a ring
+    int box_tokens = 0;                 // of a tile, where that is copied by boxes (RowBoxes)
     // Of a state of a block of threads that waits in the workspace for its right half; 0: none
     // does.
     int state_bytes = 0;

@@ -11,11 +11,12 @@
 // token that a row does not see has the weight 0 there. So a row has the same bits in each of the
 // kernels that use this, as long as V is finite. Where no row of the query tile sees a token its K
 // is masked and its V is 0, so that what memory holds there cannot matter. (A V of a later row's
-// own token that is not finite does reach the rows before it, up to a tile of K and V back: 0 x
-// infinity.)
+// own token that is not finite does reach the rows before it, up to a tile of K and V back, or all
+// of the 64 rows of a warp group: 0 x infinity.)
 //
-// A warp computes it alone (Leaf), or four together (attend_team.cuh), with the same bits: sums
-// over the tokens of a tile are added to those of the tiles before.
+// A warp computes it alone (Leaf), or four together (attend_team.cuh), or a warp group for 64 rows
+// (attend_group.cuh), with the same bits: sums over the tokens of a tile are added to those of the
+// tiles before.
 #pragma once
 
 #include <limits>
@@ -91,6 +92,20 @@ struct WeightSums {
     }
 };
 
+inline constexpr float log2_e = 1.44269504F;
+
+// scores = softcap * tanh(scale * scores / softcap), times log2(e). tanh x = 1 - 2 / (e^2x + 1).
+template <int parts>
+__device__ __forceinline__ void capScores(float scale, float softcap, float (&scores)[parts][4]) {
+    const float factor = scale / softcap * (2.0F * log2_e);
+    const float size = softcap * log2_e;
+#pragma unroll
+    for (auto& part : scores)
+#pragma unroll
+        for (float& score : part)
+            score = size - __fdividef(2.0F * size, powerOfTwo(score * factor) + 1.0F);
+}
+
 // The queries of a warp's tiles, and what K and V make of them. Of each query tile a thread has the
 // rows 2 * (lane % 4) and + 1 of the products, in that order in arrays [2]. What takes a number of
 // tiles `used` does nothing for those beyond.
@@ -103,9 +118,11 @@ class Queries {
     static constexpr int chunk_pairs = Shape::row_chunks / 2;
     static constexpr bool has_odd_chunk = Shape::row_chunks % 2 != 0;
     static constexpr bool has_offset = Numbers::offset != 0.0F;
-    static constexpr float log2_e = 1.44269504F;
 
 public:
+    // With few tokens two sums a score, so that products wait less for each other.
+    static constexpr bool is_short = Shape::softmax_tokens < 64;
+
     // Of a tile: [query tile][16 tokens][2 * half + row], tokens lane / 4 of each half of 8.
     template <int used>
     using Scores = float[used][token_steps][4];
@@ -157,7 +174,9 @@ public:
 
         const float factor = params.scale * log2_e;
         if (__builtin_expect(params.softcap != 0.0F, 0))
-            cap<used>(params.scale, params.softcap, scores);
+#pragma unroll
+            for (int n = 0; n < used; ++n)
+                capScores(params.scale, params.softcap, scores[n]);
         else
 #pragma unroll
             for (int n = 0; n < used; ++n)
@@ -298,10 +317,8 @@ private:
                 Numbers::offset * __shfl_sync(all_lanes, sum, (lane % 4 * 2 + e) * 4);
     }
 
-    // With few tokens two sums a score, so that products wait less for each other.
     template <int used>
     __device__ void multiplyKeys(std::uint32_t tile, Scores<used>& scores) const {
-        constexpr bool is_short = token_steps < 4;
         const int lane = static_cast<int>(threadIdx.x) % warp_size;
         const std::uint32_t first = tile + storedAt(lane % 16, lane / 16);
         float odd[used][is_short ? token_steps : 1][4];
@@ -402,21 +419,6 @@ private:
                         score = withoutOffset(score, query_share_[n][e]) * scale;
                     }
             }
-    }
-
-    // scores = softcap * tanh(scale * scores / softcap), times log2(e). tanh x = 1 - 2 / (e^2x +
-    // 1).
-    template <int used>
-    static __device__ void cap(float scale, float softcap, Scores<used>& scores) {
-        const float factor = scale / softcap * (2.0F * log2_e);
-        const float size = softcap * log2_e;
-#pragma unroll
-        for (int n = 0; n < used; ++n)
-#pragma unroll
-            for (int t = 0; t < token_steps; ++t)
-#pragma unroll
-                for (float& score : scores[n][t])
-                    score = size - __fdividef(2.0F * size, powerOfTwo(score * factor) + 1.0F);
     }
 
     static constexpr int kept_steps =

@@ -19,7 +19,7 @@ constexpr std::int64_t counter_bytes =
     most_slots * most_computing_warps * static_cast<std::int64_t>(sizeof(std::uint32_t));
 // Leaves for each block of threads, up to which teams of warps compute them: with more, leaves that
 // wait each for its own tiles keep more of them under way (docs/kernels.md).
-constexpr int most_leaves_by_teams = 1;
+constexpr std::int64_t most_leaves_by_teams = 1;
 constexpr int sizes = 65;  // of units, to sort by: 0 to 64 parts of the largest
 
 // What comes before a run, and how it is cut.
@@ -228,8 +228,7 @@ __global__ void __launch_bounds__(threads)
         work += workOf(params.runs[i], shape, params) * shape.trees(params.kv_heads);
     }
     work = blockSum(work);
-    const bool by_teams =
-        launch.has_teams && work <= std::int64_t{most_leaves_by_teams} * launch.blocks;
+    const bool by_teams = launch.has_teams && work <= most_leaves_by_teams * launch.blocks;
     const int least_tree_bits = by_teams ? 0 : leaves_by_warps_bits;
     // As fine as the slots allow.
     RunBegin end{};

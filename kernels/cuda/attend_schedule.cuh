@@ -20,6 +20,8 @@
 // attend_fold_kernel. How large a unit is changes no bit.
 #pragma once
 
+#include <cuda.h>
+
 #include <cstdint>
 #include <type_traits>
 
@@ -233,7 +235,18 @@ __device__ __forceinline__ Unit loadUnit(const Unit* from) {
     return unit;
 }
 
+inline constexpr int part_bytes = 128;  // of a row, where tiles have parts (attend_group.cuh)
+
+// The pool's rows of 16-bit numbers for copies that put parts of 128 bytes of several rows behind
+// each other: [tokens][token_rows][head_dim], and a box is [rows][1][64].
+struct RowBoxes {
+    CUtensorMap map{};
+    int rows = 0;        // tokens that always lie behind each other, up to a tile
+    int token_rows = 1;  // rows from one token of a KV head to the next
+};
+
 struct AttendLaunch {
+    RowBoxes boxes;  // for kernels that copy so
     AttendParams params;
     PlanView plan;
     int blocks = 0;             // of threads, of the kernel

@@ -2,6 +2,7 @@
 // Operand layouts: PTX ISA, "Warp-level matrix instructions".
 #pragma once
 
+#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -39,6 +40,9 @@ __device__ __forceinline__ void storeZeros(std::uint32_t to) {
 
 __device__ __forceinline__ void storeShared(std::uint32_t to, std::uint16_t bits) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(bits) : "memory");
+}
+__device__ __forceinline__ void storeShared(std::uint32_t to, std::uint32_t bits) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(bits) : "memory");
 }
 [[nodiscard]] __device__ __forceinline__ std::uint16_t loadShared16(std::uint32_t from) {
     std::uint16_t bits;
@@ -145,17 +149,71 @@ __device__ __forceinline__ void copyBulk(std::uint32_t to, const std::byte* from
         : "memory");
 }
 
+// A box of a tensor of three dimensions, the first of which lies together, to shared memory.
+__device__ __forceinline__ void copyBox(std::uint32_t to, const CUtensorMap& map, int first,
+                                        int second, int third, std::uint32_t barrier,
+                                        std::uint64_t policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes."
+        "L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+        "l"(&map), "r"(first), "r"(second), "r"(third), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
 // Barriers that were initialised may be used by bulk copies.
 __device__ __forceinline__ void fenceBarriers() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// This thread's writes to shared memory come before its bulk copies that follow.
-__device__ __forceinline__ void fenceBulkCopies() {
+#endif
+
+// What this thread has written to shared memory, or seen there, comes before its bulk copies and
+// products of warp groups that follow.
+__device__ __forceinline__ void fenceAsync() {
+#if __CUDA_ARCH__ >= 900
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
 }
 
+// Products of a warp group: four warps, the first of them a multiple of four, which all come here.
+// Registers of operands and sums belong to the products from the first call to the last. sm_90a.
+__device__ __forceinline__ void beginGroupProducts() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #endif
+}
+__device__ __forceinline__ void endGroupProducts() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void waitForGroupProducts() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#endif
+}
+
+// A matrix in shared memory as products of warp groups read it: rows of 128 bytes, whose 16-byte
+// chunk c lies at c ^ (row mod 8), eight rows behind each other. A wider one is in parts of 128
+// bytes a row, part_bytes apart. At row 0 it is aligned to 1,024 bytes. The address is the same for
+// all threads of a warp, and the compiler is told so.
+class GroupMatrix {
+public:
+    __device__ __forceinline__ GroupMatrix(std::uint32_t address, int part_bytes)
+        : low_(__shfl_sync(all_lanes,
+                           address >> 4 | static_cast<std::uint32_t>(part_bytes >> 4) << 16, 0)) {}
+
+    // That which begins so many bytes further.
+    [[nodiscard]] __device__ __forceinline__ std::uint64_t behind(int bytes) const {
+        constexpr std::uint64_t eight_rows = 1024;
+        constexpr std::uint64_t chunks_of_128_bytes = 1;
+        return (eight_rows >> 4) << 32 | chunks_of_128_bytes << 62 |
+               (low_ + static_cast<std::uint32_t>(bytes >> 4));
+    }
+
+private:
+    std::uint32_t low_;
+};
 
 // What this thread has done and seen, and others of its block before they synchronised with it,
 // comes before what it does behind this, for all threads of the device that do likewise.
