@@ -60,6 +60,16 @@ class Packed(Fp32, attention_peers.Sdpa):
         return self.attend(q, k, v, **mask)[0].transpose(0, 1)
 
 
+class WrongAndFast(Torch):
+    """Has a form of nothing in front."""
+
+    def prepare(self, shape):
+        inputs = super().prepare(shape)
+        nothing = self.torch.zeros_like(inputs.q)
+        wrong = attention_peers.Form("nothing", lambda layer: nothing, lambda out: out)
+        return inputs._replace(forms=[wrong, *inputs.forms])
+
+
 def shape(sequences, rows, window=None):
     return attention_peers.Shape({"sequences": sequences, "rows": rows, "window": window,
                                   "query_heads": 8, "kv_heads": 2, "head_dim": 64,
@@ -99,6 +109,15 @@ class Rows(unittest.TestCase):
         self.assertEqual(answer["form"], "query heads, lower-right mask")
         self.assertGreater(answer["plain_us"], 0)
         self.assertLess(answer["max_rel_error"], 1e-6)
+
+    def test_a_wrong_form_does_not_win(self):
+        answer = WrongAndFast().measure(shape([[2, 70]], 7))
+        self.assertEqual(answer["form"], "query heads, lower-right mask")
+
+    def test_a_shape_whose_forms_are_wrong_has_failed(self):
+        with self.assertRaisesRegex(attention_peers.Unable,
+                                    "query heads, upper left: wrong output: error "):
+            UpperLeft().measure(shape([[2, 70]], 7))
 
 
 if __name__ == "__main__":
