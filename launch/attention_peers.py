@@ -12,8 +12,11 @@ behind it.
 
 import collections
 import ctypes
+import functools
 import gc
 import importlib
+import importlib.util
+import itertools
 import json
 import math
 import os
@@ -63,8 +66,9 @@ class Shape:
 
 
 # A way to ask for the attention of a shape. launch(layer) returns the output, heads(output) makes
-# it [batch, query heads, rows, head dim], where the rows may be left out if there is one.
-Form = collections.namedtuple("Form", "name launch heads")
+# it [batch, query heads, rows, head dim], where the rows may be left out if there is one. kv is
+# that of the inputs, unless this form reads what is resident in another order.
+Form = collections.namedtuple("Form", "name launch heads kv", defaults=[None])
 # What is resident for a shape: q as heads() makes the output, kv(layer, sequence) the K and the V
 # of one sequence, each [KV heads, tokens, head dim].
 Inputs = collections.namedtuple("Inputs", "layers q kv forms")
@@ -181,10 +185,11 @@ class Peer:
         sequence: the first, the middle and the last row, each over the tokens that it sees."""
         layer, worst = inputs.layers - 1, 0.0
         size = (shape.batch, shape.query_heads, shape.rows, shape.head_dim)
+        kv = form.kv or inputs.kv
         q, out = inputs.q.reshape(size), form.heads(form.launch(layer)).reshape(size)
         for sequence in {0, shape.batch - 1}:
             for kv_head in {0, shape.kv_heads - 1}:
-                k, v = (x[kv_head].double() for x in inputs.kv(layer, sequence))
+                k, v = (x[kv_head].double() for x in kv(layer, sequence))
                 heads = slice(kv_head * shape.group, (kv_head + 1) * shape.group)
                 for row in {0, shape.rows // 2, shape.rows - 1}:
                     seen = shape.lengths[sequence] - shape.rows + row + 1
@@ -423,8 +428,10 @@ class Flex(Peer):
 
 
 class Paged(Peer):
-    """Peers that read K and V through a block table, blocks of 64 tokens in permuted order."""
+    """Peers that read K and V through a block table, blocks of 64 tokens in permuted order. Their
+    causal rows are the last ones."""
 
+    many_rows = True
     blocks_have_heads_first = False  # [block, KV head, token, dim], or [block, token, KV head, dim]
 
     def prepare(self, shape):
@@ -435,7 +442,8 @@ class Paged(Peer):
         inner = (shape.kv_heads, PAGE) if self.blocks_have_heads_first else (PAGE, shape.kv_heads)
         kv = [self.random(self.dtype(shape), 2, total, *inner, shape.head_dim)
               for _ in range(layers)]
-        q = self.random(self.dtype(shape), shape.batch, shape.query_heads, shape.head_dim)
+        q = self.random(self.dtype(shape), shape.batch, shape.query_heads, shape.rows,
+                        shape.head_dim)
         blocks = torch.randperm(total, device=self.device).to(torch.int32)
         tables = torch.split(blocks, counts)
 
@@ -445,10 +453,19 @@ class Paged(Peer):
                 tokens = tokens.transpose(2, 3)
             return tokens.flatten(1, 2)[:, :shape.lengths[sequence]].transpose(1, 2)
 
-        return Inputs(layers, q, kv_of, self.forms(shape, q, kv, tables))
+        rows = q.transpose(1, 2).contiguous()
+        return Inputs(layers, q, kv_of, self.forms(shape, rows, kv, tables))
 
-    def forms(self, shape, q, kv, tables):
+    def forms(self, shape, rows, kv, tables):
+        """rows: [batch, rows, query heads, head dim], as is the output in heads()."""
         raise NotImplementedError
+
+    def int32(self, numbers):
+        return self.torch.tensor(numbers, dtype=self.torch.int32, device=self.device)
+
+    @staticmethod
+    def starts(counts):
+        return [0, *itertools.accumulate(counts)]
 
 
 class FlashInfer(Paged):
@@ -458,60 +475,141 @@ class FlashInfer(Paged):
         self.flashinfer = self.load("flashinfer")
         super().__init__(request)
         self.version = f"flashinfer {self.flashinfer.__version__}, {self.version}"
-        self.workspace = self.torch.zeros(512 << 20, dtype=self.torch.uint8, device=self.device)
+        # Of XQA apart: it holds semaphores, which must be zero and are left so.
+        self.workspace, self.xqa_workspace = (
+            self.torch.zeros(size << 20, dtype=self.torch.uint8, device=self.device)
+            for size in (512, 128))
+        self.compile(request["shapes"])
 
-    def forms(self, shape, q, kv, tables):
-        return [self.form(name, tensor_cores, shape, q, kv, tables)
-                for name, tensor_cores in (("paged, tensor cores", True), ("paged", False))]
+    def compile(self, rows):
+        """Asks for each kernel once: it is compiled then, if it was not before, for longer than a
+        shape may take."""
+        kinds = {(row["format"], row["head_dim"], row["query_heads"] // row["kv_heads"],
+                  row["rows"] > 1): row for row in rows if row["window"] is None}
+        for row in kinds.values():
+            length = min(row["rows"], 2)
+            small = dict(row, sequences=[[1, length]], rows=length, layers=1)
+            try:
+                forms = self.prepare(Shape(small)).forms
+            except Unable:  # of its shapes all
+                continue
+            for form in forms:
+                try:
+                    form.launch(0)
+                except Exception as error:  # the answer of the shapes, where it comes up again
+                    print(f"{form.name}: {error}", file=sys.stderr)
 
-    def form(self, name, tensor_cores, shape, q, kv, tables):
-        torch = self.torch
-        planned = []
+    def forms(self, shape, rows, kv, tables):
+        starts = self.int32(self.starts(len(table) for table in tables))
+        last = self.int32([(length - 1) % PAGE + 1 for length in shape.lengths])
+        pages = starts, self.torch.cat(tables), last
+        if shape.rows > 1:
+            return [self.planned(f"paged, causal, {backend}", self.prefill(shape, pages, backend),
+                                 rows, kv) for backend in ("fa2", "fa3")]
+        forms = [self.planned(name, self.decode(shape, pages, **more), rows, kv)
+                 for name, more in (("paged", {}),
+                                    ("paged, tensor cores, fa2",
+                                     {"backend": "fa2", "use_tensor_cores": True}),
+                                    ("paged, tensor cores, fa3",
+                                     {"backend": "fa3", "use_tensor_cores": True}))]
+        return [*forms, self.xqa(shape, rows, kv, tables)]
 
-        def launch(layer):
-            if not planned:  # once for all layers, as kvgrid's plan
-                starts = [0]
-                for table in tables:
-                    starts.append(starts[-1] + len(table))
-                last = [(length - 1) % PAGE + 1 for length in shape.lengths]
-                wrapper = self.flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                    self.workspace, "HND", use_tensor_cores=tensor_cores)
-                wrapper.plan(torch.tensor(starts, dtype=torch.int32, device=self.device),
-                             torch.cat(tables),
-                             torch.tensor(last, dtype=torch.int32, device=self.device),
-                             shape.query_heads, shape.kv_heads, shape.head_dim, PAGE,
-                             q_data_type=q.dtype, kv_data_type=q.dtype)
-                planned.append(wrapper)
-            return planned[0].run(q, (kv[layer][0], kv[layer][1]))
+    @staticmethod
+    def planned(name, plan, rows, kv):
+        """plan: makes a wrapper that has planned; once for all layers, as kvgrid's."""
+        flat = rows.flatten(0, 1)
+        wrapper = functools.cache(plan)
+        return Form(name, lambda layer: wrapper().run(flat, (kv[layer][0], kv[layer][1])),
+                    lambda out: out.view(rows.shape).transpose(1, 2))
 
-        return Form(name, launch, lambda out: out)
+    def decode(self, shape, pages, **more):
+        def plan():
+            wrapper = self.flashinfer.BatchDecodeWithPagedKVCacheWrapper(self.workspace, "HND",
+                                                                         **more)
+            wrapper.plan(*pages, shape.query_heads, shape.kv_heads, shape.head_dim, PAGE,
+                         q_data_type=self.dtype(shape), kv_data_type=self.dtype(shape))
+            return wrapper
+
+        return plan
+
+    def prefill(self, shape, pages, backend):
+        def plan():
+            wrapper = self.flashinfer.BatchPrefillWithPagedKVCacheWrapper(self.workspace, "HND",
+                                                                          backend=backend)
+            wrapper.plan(self.int32(self.starts(shape.batch * [shape.rows])), *pages,
+                         shape.query_heads, shape.kv_heads, shape.head_dim, PAGE, causal=True,
+                         q_data_type=self.dtype(shape), kv_data_type=self.dtype(shape))
+            return wrapper
+
+        return plan
+
+    def xqa(self, shape, rows, kv, tables):
+        table = self.torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
+        lengths, flat = self.int32(shape.lengths), rows.flatten(0, 1)
+        return Form("paged, XQA",
+                    lambda layer: self.flashinfer.decode.xqa_batch_decode_with_kv_cache(
+                        flat, (kv[layer][0], kv[layer][1]), self.xqa_workspace, table, lengths,
+                        shape.longest, bmm1_scale=1 / math.sqrt(shape.head_dim),
+                        kv_layout="HND"),
+                    lambda out: out.view(rows.shape).transpose(1, 2))
 
 
 class FlashAttention3(Paged):
+    INTERFACES = ("flash_attn_interface", "fa3_fwd_interface")  # the second: forward alone
+
     def __init__(self, request):
-        self.interface = self.load("flash_attn_interface")
+        here = [name for name in self.INTERFACES if importlib.util.find_spec(name)]
+        self.interface = self.load((here or self.INTERFACES)[0])
         super().__init__(request)
-        self.version = f"FlashAttention-3, {self.version}"
+        self.version = f"FlashAttention-3 ({self.interface.__name__}), {self.version}"
 
-    def forms(self, shape, q, kv, tables):
-        torch = self.torch
-        lengths = torch.tensor(shape.lengths, dtype=torch.int32, device=self.device)
-        table = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
-        rows = q.unsqueeze(1)
+    def forms(self, shape, rows, kv, tables):
+        heads, dim, causal = shape.kv_heads, shape.head_dim, shape.rows > 1
+        starts = self.starts(PAGE * len(table) for table in tables)
+        table = self.torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
+        lengths = self.int32(shape.lengths)
 
-        def attend(k, v, **more):
-            out = self.interface.flash_attn_with_kvcache(rows, k, v, cache_seqlens=lengths, **more)
-            return out[0] if isinstance(out, tuple) else out
+        def form(name, attend, order=None):
+            def launch(layer):
+                out = attend(kv[layer][0], kv[layer][1])
+                return out[0] if isinstance(out, tuple) else out
 
-        def whole(x):  # the same memory, read as one sequence behind the other
-            return x.view(shape.batch, -1, shape.kv_heads, shape.head_dim)
+            return Form(name + (", causal" if causal else ""), launch,
+                        lambda out: out.view(rows.shape).transpose(1, 2), order)
 
-        forms = [Form("paged", lambda layer: attend(kv[layer][0], kv[layer][1], page_table=table),
-                      lambda out: out.squeeze(1))]
+        def paged(**more):
+            return lambda k, v: self.interface.flash_attn_with_kvcache(
+                rows, k, v, cache_seqlens=lengths, page_table=table, causal=causal, **more)
+
+        # Else a kernel in front of each launch finds out what goes where.
+        plan = functools.cache(lambda: self.interface.get_scheduler_metadata(
+            shape.batch, shape.rows, table.shape[1] * PAGE, shape.query_heads, heads, dim, lengths,
+            qkv_dtype=rows.dtype, page_size=PAGE, causal=causal))
+        forms = [form("paged", paged()),
+                 form("paged, planned", lambda k, v: paged(scheduler_metadata=plan())(k, v))]
+
+        # The same memory, read as one sequence behind the other.
+        def in_order(layer, sequence):
+            begin = starts[sequence]
+            tokens = kv[layer].flatten(1, 2)[:, begin:begin + shape.lengths[sequence]]
+            return tokens.transpose(1, 2)
+
         if shape.even and shape.longest % PAGE == 0:
-            forms.append(Form("contiguous",
-                              lambda layer: attend(whole(kv[layer][0]), whole(kv[layer][1])),
-                              lambda out: out.squeeze(1)))
+            def contiguous(k, v):
+                k, v = (x.view(shape.batch, -1, heads, dim) for x in (k, v))
+                return self.interface.flash_attn_with_kvcache(rows, k, v, causal=causal)
+
+            forms.append(form("contiguous", contiguous, in_order))
+        else:
+            row_starts = self.int32(self.starts(shape.batch * [shape.rows]))
+            key_starts = self.int32(starts)
+
+            def packed(k, v):
+                return self.interface.flash_attn_varlen_func(
+                    rows.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), row_starts, key_starts,
+                    shape.rows, shape.longest, seqused_k=lengths, causal=causal, num_splits=0)
+
+            forms.append(form("packed", packed, in_order))
         return forms
 
 

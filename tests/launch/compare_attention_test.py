@@ -402,8 +402,6 @@ class SeveralRows(unittest.TestCase):
 
     def test_who_cannot_says_so(self):
         for peer, reason in ((attention_peers.Flex, "not compared"),
-                             (attention_peers.FlashInfer, "not compared"),
-                             (attention_peers.FlashAttention3, "not compared"),
                              (attention_peers.LlamaCpp, "not compared"),
                              (attention_peers.SdpaCudnn, "upper left"),
                              (attention_peers.SdpaMath, "no ragged batches")):
