@@ -4,13 +4,14 @@
 // Where attend_kernel gives each warp a leaf of its own, here all warps of a team compute one leaf,
 // each for 16 query rows of its own, from the same tiles of K and V: what came into shared memory
 // once is multiplied with all rows of the tile. A block of threads has one team of eight warps, or
-// two of four, as the tile wants; each team has a ring, which warps of its own fill, and units of
+// two of four, as the tile wants; each team has a ring, which a warp of its own fills, and units of
 // its own. A shape says by what products: those of warp groups where they can (RowsByGroups), else
 // of warps (RowsByWarps).
 //
 // A warp goes through its unit's leaves in order of their paths and folds them alone, without a
 // word to the others: the state of a left half waits until that of its right half is there. The
-// states of single leaves wait in shared memory, those of more in the workspace.
+// states of single leaves wait in shared memory, those of more in the workspace, but for pairs'
+// where there is room (RowsShared::levels).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -58,10 +59,8 @@ struct RowsByWarps : RowsShape<format, head_dim> {
     static constexpr int rests_bytes = 0;            // in shared memory: they are in registers
     static constexpr int warp_arrivals = warp_size;  // at the barrier of a stage that it has read
     static constexpr int seen_rows = warp_rows;  // that leave out together what none of them sees
-    // Two tiles of long queries with rests take more.
-    static constexpr bool is_tight = RowsByWarps::splits_queries && head_dim == 128;
-    static constexpr int computing_registers = is_tight ? 232 : 208;
-    static constexpr int fetching_registers = is_tight ? 40 : 88;
+    static constexpr int computing_registers = 208;
+    static constexpr int fetching_registers = 88;
 
     // What a thread has: rows of its warp, and sums [sum_tiles][sum_steps][4] of them.
     static constexpr int thread_rows = 2 * query_tiles;
