@@ -70,6 +70,36 @@ TYPED_TEST(AttendBitsTest, Threads) {
     }
 }
 
+// Leaves of which a GPU has enough for each block of threads, so that a warp computes one, or no
+// more than one, so that four do. Some are cut by a window or lack tokens, and the last is short.
+TYPED_TEST(AttendBitsTest, FewLeavesForEachThread) {
+    const Runs runs{{.slot = 0, .rows = 1, .first_row = 0, .first_position = 1336},
+                    {.slot = 1, .rows = 2, .first_row = 1, .first_position = 511}};
+    for (const NumberFormat format : kv_formats)
+        for (const int head_dim : {64, 80, 96, 128, 256})
+            for (const int group : {3, 7}) {
+                const Model model{.format = format,
+                                  .query_heads = 2 * group,
+                                  .kv_heads = 2,
+                                  .head_dim = head_dim,
+                                  .softcap = group == 7 ? 20.0F : 0.0F};
+                for (const std::int64_t window : {0, 300}) {
+                    std::vector<States> results;
+                    for (const int threads : {1, 64}) {
+                        const auto device = TestFixture::Make::makeParallel(threads);
+                        const PagedWorld world(
+                            *device, model, {.block_size = 16},
+                            {{.id = 0, .length = 1337, .absent_blocks = {1, 33, 36, 37, 79}},
+                             {.id = 1, .length = 513}});
+                        results.push_back(attend(world, runs, {.window = window}));
+                    }
+                    EXPECT_TRUE(sameBits(results[0], results[1]))
+                        << name(format) << " x " << head_dim << ", group " << group << ", window "
+                        << window;
+                }
+            }
+}
+
 // Small trees that a GPU cuts in each way: into 2 units and into 16, which their own warps fold,
 // and into 32, which a kernel of its own does; of 8, 16 and (from sm_90 on) 64 rows, of which an
 // odd number are there.
@@ -167,6 +197,53 @@ TYPED_TEST(AttendBitsTest, RowsOfRunsSaidToBeFewerOrMore) {
             for (const std::int64_t run_rows : {5, 10, 21, 300})
                 EXPECT_TRUE(sameBits(expected, attend(world, runs, {.run_rows = run_rows})))
                     << "head dim " << head_dim << ", " << run_rows << " rows";
+        }
+}
+
+// The same over blocks that hold tiles, that tiles hold, and that cross them, in each layout; of
+// numbers whose exponents are far apart. Of the rows that are computed together some see nothing of
+// a stripe that others see.
+TYPED_TEST(AttendBitsTest, RowsOfRunsOverAnyBlocks) {
+    constexpr std::int64_t first = 743;
+    constexpr std::int32_t rows = 75;
+    const Runs runs{{.slot = 0, .rows = rows, .first_row = 0, .first_position = first},
+                    {.slot = 1, .rows = rows, .first_row = rows, .first_position = first}};
+    std::vector<Placement> placements{{.block_size = 32, .layout = Layout::contiguous}};
+    for (const Layout layout : {Layout::block_major, Layout::layer_major})
+        for (const int block_size : {1, 3, 4, 8, 24, 48, 64, 100, 256})
+            placements.push_back(
+                {.block_size = block_size, .layout = layout, .layers = 3, .layer = 2});
+    for (const NumberFormat format : {NumberFormat::bf16, NumberFormat::fp16})
+        for (const int head_dim : {64, 128}) {
+            Model model{.format = format, .query_heads = 6, .kv_heads = 2, .head_dim = head_dim};
+            model.number = [](Kind kind, int id, std::int64_t position, int head, int element) {
+                const float value = hashed(
+                    8, kind, static_cast<std::uint64_t>(id), static_cast<std::uint64_t>(position),
+                    static_cast<std::uint64_t>(head), static_cast<std::uint64_t>(element));
+                return std::ldexp(value, 2 - static_cast<int>((position * 7 + element * 5) % 13));
+            };
+            std::vector<States> of_first[2];
+            for (const Placement& placement : placements) {
+                const PagedWorld world(
+                    *this->device_, model, placement,
+                    {{.id = 0, .length = first + rows},
+                     {.id = 1, .length = first + rows, .absent_blocks = {0, 3, 7}}});
+                for (const std::int64_t window : {0, 270}) {
+                    const States expected = attend(world, runs, {.window = window, .run_rows = 1});
+                    of_first[window == 0 ? 0 : 1].push_back(rowsOf(expected, model, 0, rows));
+                    for (const std::int64_t run_rows : {15, 75})
+                        EXPECT_TRUE(
+                            sameBits(expected,
+                                     attend(world, runs, {.window = window, .run_rows = run_rows})))
+                            << name(format) << " x " << head_dim << ", block size "
+                            << placement.block_size << ", layout "
+                            << static_cast<int>(placement.layout) << ", window " << window << ", "
+                            << run_rows << " rows";
+                }
+            }
+            for (const auto& states : of_first)
+                for (const States& other : states)
+                    EXPECT_TRUE(sameBits(states[0], other)) << name(format) << " x " << head_dim;
         }
 }
 

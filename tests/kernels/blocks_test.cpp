@@ -119,6 +119,42 @@ TYPED_TEST(MergeTest, FoldOrderByTheBook) {
         }
 }
 
+// Masses of every ratio: each that neighbouring numbers can have, and then ever further apart.
+TYPED_TEST(MergeTest, WeightsAreTheFormulas) {
+    constexpr int head_dim = 64;
+    std::vector<float> lse_parts[2];
+    const auto add = [&](float left, float right) {
+        for (const bool swapped : {false, true}) {
+            lse_parts[0].push_back(swapped ? right : left);
+            lse_parts[1].push_back(swapped ? left : right);
+        }
+    };
+    for (const float base : {0.0F, 0.3F, 1.0F, 1.9F, -6.0F}) {
+        float next = base;
+        for (int i = 0; i < 3000; ++i, next = std::nextafter(next, 100.0F))
+            add(base, next);
+        for (float distance = 0x1p-24F; distance < 100.0F; distance *= 1.003F)
+            add(base, base + distance);
+    }
+    const std::size_t rows = lse_parts[0].size();
+    std::vector<float> out_parts;
+    for (std::uint64_t part = 0; part < 2; ++part)
+        for (std::uint64_t i = 0; i < rows * head_dim; ++i)
+            out_parts.push_back(i % head_dim == 0 ? static_cast<float>(1 - part)
+                                                  : hashed(2, Kind::v, part, i, 0, 0));
+    States expected;
+    for (std::size_t row = 0; row < rows; ++row) {
+        const MergeWeights weights = mergeWeights(lse_parts[0][row], lse_parts[1][row]);
+        expected.lse.push_back(weights.lse);
+        for (std::size_t i = row * head_dim; i < (row + 1) * head_dim; ++i)
+            expected.out.push_back(mergeOut(weights, out_parts[i], out_parts[rows * head_dim + i]));
+    }
+    std::vector<float> lses = lse_parts[0];
+    lses.insert(lses.end(), lse_parts[1].begin(), lse_parts[1].end());
+    EXPECT_TRUE(sameBits(
+        expected, this->merge(static_cast<std::int64_t>(rows), 2, head_dim, out_parts, lses)));
+}
+
 // The formula itself, in fp64: masses add, outputs are averaged by mass.
 TYPED_TEST(MergeTest, MassesAddAndOutputsAverage) {
     for (const float distance : {0.0F, 0.3F, 3.0F, 30.0F, 200.0F})
