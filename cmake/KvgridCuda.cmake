@@ -32,6 +32,10 @@ foreach(architecture IN LISTS KVGRID_CUDA_ARCHITECTURES)
     if(NOT architecture MATCHES "^[0-9]+[af]?$")
         message(FATAL_ERROR "KVGRID_CUDA_ARCHITECTURES: ${architecture} is not like 80 or 90a")
     endif()
+    if(architecture MATCHES "^(9|[0-9][0-9])[0-9]" AND NOT architecture STREQUAL "90a")
+        message(FATAL_ERROR "KVGRID_CUDA_ARCHITECTURES: ${architecture}: from 90 on there is code for 90a alone; newer GPUs "
+            "run the PTX of one before, as 80")
+    endif()
     list(APPEND kvgrid_gencode
         "SHELL:-gencode arch=compute_${architecture},code=sm_${architecture}")
     # PTX of plain architectures, for GPUs that come later.

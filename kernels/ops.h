@@ -121,7 +121,9 @@ struct GatherParams {
 //
 // What a row does not see changes no bit of its state, whatever the table says of it and whatever
 // lies there: an id behind the window may be out of range, or of a block that another sequence
-// has by now. A leaf that a window cuts is the state of the tokens in it that the row sees.
+// has by now. A leaf that a window cuts is the state of the tokens in it that the row sees. One
+// exception: on CUDA, V of the step's own later tokens that is not finite may make NaN of rows of
+// the same run before them, as their weight is 0 there, and not left out.
 struct AttendParams {
     int query_heads = 0;
     int kv_heads = 0;

@@ -333,7 +333,12 @@ RowBoxes boxesOf(const AttendParams& params, int tile_tokens) {
     RowBoxes boxes;
     boxes.rows = static_cast<int>(std::gcd(pool.block_size, std::int64_t{tile_tokens}));
     boxes.token_rows = static_cast<int>(pool.token_stride / row_bytes);
-    // Block ids are checked before, so the pool's end need not be known.
+    // Of the two layouts' extents.
+    const std::int64_t pool_bytes =
+        std::max(pool.max_num_blocks * pool.block_stride, 2 * pool.value_offset);
+    if (pool.token_stride % row_bytes != 0 || pool_bytes / pool.token_stride > INT32_MAX)
+        throw Error(ErrorCode::internal, "attend: the pool's tokens are no rows, or too many");
+    // Block ids are checked before a copy, so the pool's end need not be known.
     const std::array<cuuint64_t, rank> sizes{static_cast<cuuint64_t>(params.head_dim),
                                              static_cast<cuuint64_t>(boxes.token_rows), INT32_MAX};
     const std::array<cuuint64_t, rank - 1> strides{static_cast<cuuint64_t>(row_bytes),
@@ -359,7 +364,6 @@ AttendLaunch launchOf(const AttendParams& params, const AttendKernel& kernel,
     launch.teams = kernel.teams;
     launch.tile_rows = kernel.tile_rows;
     launch.has_teams = kernel.has_teams;
-    if (kernel.box_tokens > 0) launch.boxes = boxesOf(params, kernel.box_tokens);
     launch.stages = stagesFor(kernel, {device.sharedBytes(), device.sharedBytesOfMultiprocessor()});
     auto room = static_cast<std::int64_t>(params.workspace_bytes);
     if (kernel.state_bytes > 0) {
@@ -407,7 +411,8 @@ void attend(const AttendParams& params, StreamView stream) {
     const Choice choice(params, params.run_rows, device);
     if (params.run_count == 0) return;
     const AttendKernel& kernel = choice.kernel;
-    const AttendLaunch launch = launchOf(choice.params, kernel, device);
+    AttendLaunch launch = launchOf(choice.params, kernel, device);
+    if (kernel.box_tokens > 0) launch.boxes = boxesOf(params, kernel.box_tokens);
     launchOverlapping(device, kernel.function, static_cast<unsigned>(launch.blocks),
                       static_cast<unsigned>(kernel.threads),
                       static_cast<std::size_t>(kernel.sharedBytes(launch.stages)), stream, launch);

@@ -1,6 +1,6 @@
 // How K and V come into shared memory, ahead of the arithmetic: warps that do nothing else keep
 // tiles coming into rings, one each. From sm_90 on rows that lie behind each other come as one bulk
-// copy; before, 16 bytes a thread.
+// copy, or, in parts, as boxes of the copy engine; before, 16 bytes a thread.
 #pragma once
 
 #include "kernels/cuda/attend_schedule.cuh"
@@ -89,7 +89,8 @@ struct AttendShape : TileShape<format, head_dim> {
 
 // Of a stage of a ring: the barriers that it has come and that the warps that compute have done
 // with it, and which tokens of the tile there are. All threads that fill a stage arrive at its
-// barrier, and all that have read it: each orders its own accesses.
+// barrier, and all that have read it: each orders its own accesses. Of warps whose products alone
+// read tiles, one thread does.
 struct Stage {
     std::uint64_t filled;
     std::uint64_t consumed;

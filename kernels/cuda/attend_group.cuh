@@ -181,10 +181,12 @@ private:
             const bool raised = raiseTops<softmax + 1>(scores);
             weigh<softmax + 1>(scores, weights);
             waitForGroupProducts();
+            readSums(sums_[0]);
             if (raised) scaleSums();
             addValues<softmax + 1>(values, scores, weights);
         } else {
             waitForGroupProducts();
+            readSums(sums_[0]);
         }
     }
 
@@ -218,6 +220,8 @@ private:
         (std::make_integer_sequence<int, steps>{});
         endGroupProducts();
         waitForGroupProducts();
+        readSums(scores);
+        if constexpr (is_short) readSums(odd);
         if constexpr (is_short)
 #pragma unroll
             for (int i = 0; i < score_parts; ++i)

@@ -74,16 +74,11 @@ class TeamLeaf {
     static constexpr int tiles = Shape::leaf_tiles;
     static constexpr int own_tiles = tiles / attend_warps;
     static_assert(own_tiles * attend_warps == tiles && Shape::rings == attend_warps);
-    // Of the head dim what comes with one load of V: one step of the products, two of one-byte
-    // numbers, but one of an odd chunk.
-    static constexpr int part_steps = Numbers::is_narrow ? 2 : 1;
-    static constexpr bool has_odd_part = Numbers::is_narrow && Shape::row_chunks % 2 != 0;
-    static constexpr int pair_parts = Shape::row_chunks / 2;
-    static constexpr int parts = pair_parts + (has_odd_part ? 1 : 0);
-    static constexpr int own_parts = (parts + attend_warps - 1) / attend_warps;
+    static_assert(!Shape::has_scales && !Numbers::is_narrow);
+    static constexpr int own_steps = (Shape::steps + attend_warps - 1) / attend_warps;
 
 public:
-    using State = TeamState<own_parts * part_steps>;
+    using State = TeamState<own_steps>;
 
     // For warp `warp` of the team, which synchronises at `barrier`. Waits for the others.
     __device__ TeamLeaf(const QueryRows<1>& queries, const TeamShared<Shape>& shared, int warp,
@@ -125,8 +120,7 @@ public:
                                        OfQueries::template topOf<1>(scores[i], 0, 1));
                 }
                 // Of all that wait for V, in their stead.
-                if constexpr (!Shape::has_scales)
-                    arrive(own_ring.consumed(place.stage), Shape::arrivals);
+                arrive(own_ring.consumed(place.stage), Shape::arrivals);
                 place.advance(own_ring.count);
             }
             if (lane < 4) shared_.tops[tile * 4 + lane] = tops;
@@ -160,9 +154,6 @@ public:
                     shared_.weights[(tile * token_steps + t) * warp_size + lane] =
                         make_uint2(weights[0][t][0], weights[0][t][1]);
             }
-            if constexpr (Shape::has_scales)
-                if (i < tiles_of_ring)
-                    arrive(own_ring.consumed(own_place[i].stage), Shape::arrivals);
             shared_.sums[tile * warp_size + lane] = make_float4(
                 sums[0][0].weight, sums[0][1].weight, sums[0][0].rounded, sums[0][1].rounded);
         }
@@ -188,7 +179,7 @@ public:
                 weight_sums[0].add(factors[tile][0], {sums.x, sums.z});
                 weight_sums[1].add(factors[tile][1], {sums.y, sums.w});
 #pragma unroll
-                for (int step = 0; step < own_parts * part_steps; ++step)
+                for (int step = 0; step < own_steps; ++step)
 #pragma unroll
                     for (int j = 0; j < 4; ++j)
                         state.out[step][j] *= factors[tile][j % 2];
@@ -207,7 +198,7 @@ public:
             const float normaliser = OfQueries::normaliserOf(weight_sums[e]);
             state.lse[e] = OfQueries::lseOf(tops[e], weight_sums[e]);
 #pragma unroll
-            for (int step = 0; step < own_parts * part_steps; ++step)
+            for (int step = 0; step < own_steps; ++step)
 #pragma unroll
                 for (int half = 0; half < 2; ++half)
                     state.out[step][2 * half + e] =
@@ -218,8 +209,7 @@ public:
     // Of out[step][2 * half + ...] of warp `warp`: which element of the head dim it is; -1: none.
     static __device__ __forceinline__ int elementOf(int warp, int step, int half) {
         const int lane = static_cast<int>(threadIdx.x) % warp_size;
-        const int part = step / part_steps * attend_warps + warp;
-        const int of_row = part * part_steps + step % part_steps;
+        const int of_row = step * attend_warps + warp;
         return of_row < Shape::steps ? 16 * of_row + Numbers::outputOf(lane / 4, half) : -1;
     }
 
@@ -239,33 +229,13 @@ private:
             const uint2 weights =
                 shared_.weights[(tile_number * token_steps + t) * warp_size + lane];
 #pragma unroll
-            for (int i = 0; i < own_parts; ++i) {
-                const int part = i * attend_warps + warp_;
-                float(&low)[4] = state.out[i * part_steps];
-                float(&high)[4] = state.out[i * part_steps + part_steps - 1];
-                if (pair_parts % attend_warps == 0 || part < pair_parts) {
-                    std::uint32_t values[4];
-                    loadTransposed(values,
-                                   OfQueries::pairBehind(first, part) + 16 * t * Shape::row_bytes);
-                    if constexpr (Numbers::is_narrow) {
-                        std::uint32_t operand[4];
-                        Numbers::values(operand, values[0], values[2]);
-                        Product::multiply(low, operand, weights.x, weights.y);
-                        Numbers::values(operand, values[1], values[3]);
-                        Product::multiply(high, operand, weights.x, weights.y);
-                    } else {
-                        Product::multiply(low, values, weights.x, weights.y);
-                    }
-                } else if constexpr (has_odd_part) {
-                    if (part == pair_parts) {
-                        std::uint32_t values[2];
-                        loadTransposed(values, tile + OfQueries::storedAt(16 * t + lane % 16,
-                                                                          Shape::row_chunks - 1));
-                        std::uint32_t operand[4];
-                        Numbers::values(operand, values[0], values[1]);
-                        Product::multiply(low, operand, weights.x, weights.y);
-                    }
-                }
+            for (int i = 0; i < own_steps; ++i) {
+                const int step = i * attend_warps + warp_;
+                if (Shape::steps % attend_warps != 0 && step >= Shape::steps) continue;
+                std::uint32_t values[4];
+                loadTransposed(values,
+                               OfQueries::pairBehind(first, step) + 16 * t * Shape::row_bytes);
+                Product::multiply(state.out[i], values, weights.x, weights.y);
             }
         }
     }

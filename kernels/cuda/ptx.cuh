@@ -176,7 +176,8 @@ __device__ __forceinline__ void fenceAsync() {
 }
 
 // Products of a warp group: four warps, the first of them a multiple of four, which all come here.
-// Registers of operands and sums belong to the products from the first call to the last. sm_90a.
+// Registers of operands and sums belong to the products from the first call to the last; whoever
+// reads sums then says so (readSums). sm_90a.
 __device__ __forceinline__ void beginGroupProducts() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -191,6 +192,13 @@ __device__ __forceinline__ void waitForGroupProducts() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #endif
+}
+// The compiler reads them no earlier.
+template <int parts>
+__device__ __forceinline__ void readSums(float (&sums)[parts][4]) {
+#pragma unroll
+    for (auto& part : sums)
+        asm volatile("" : "+f"(part[0]), "+f"(part[1]), "+f"(part[2]), "+f"(part[3])::"memory");
 }
 
 // A matrix in shared memory as products of warp groups read it: rows of 128 bytes, whose 16-byte
