@@ -2,11 +2,11 @@
 // tokens. What it computes: kernels/ops.h; how the work is cut: attend_schedule.cuh.
 //
 // Where attend_kernel gives each warp a leaf of its own, here all warps of a team compute one leaf,
-// each for 16 query rows of its own, from the same tiles of K and V: what came into shared memory
-// once is multiplied with all rows of the tile. A block of threads has one team of eight warps, or
-// two of four, as the tile wants; each team has a ring, which a warp of its own fills, and units of
-// its own. A shape says by what products: those of warp groups where they can (RowsByGroups), else
-// of warps (RowsByWarps).
+// each for query rows of its own, 16 or of long rows 8, from the same tiles of K and V: what came
+// into shared memory once is multiplied with all rows of the tile. A block of threads has one team
+// of eight warps, or two of four, as the tile wants; each team has a ring, which a warp of its own
+// fills, and units of its own. A shape says by what products: those of warp groups where they can
+// (RowsByGroups), else of warps (RowsByWarps).
 //
 // A warp goes through its unit's leaves in order of their paths and folds them alone, without a
 // word to the others: the state of a left half waits until that of its right half is there. The

@@ -2,7 +2,7 @@
 // the device, once for all layers: nothing of it comes from the host, so that a captured launch
 // follows the runs.
 //
-//   tile    up to 8 query rows, or 16, 64, 128, as the kernel has it: rows of a run times query
+//   tile    up to 8 query rows, or 16, 32, 64, 128, as the kernel has it: rows of a run times query
 //           heads of a KV head, in order of row, then head, in tiles of one size
 //   tree    the states of a tile and KV head over the run's stripes, as attention_state.h folds
 //           them
