@@ -1,8 +1,8 @@
 // The attention kernel. What it computes: kernels/ops.h; how the work is cut: attend_schedule.cuh.
 //
 // A block of threads stays for the whole launch. A warp computes a leaf (a stripe of 256 tokens)
-// for 8 query rows (attend_leaf.cuh); four leaves come at a time. Where there are few leaves for
-// each block, four warps compute one (attend_team.cuh). Other warps keep tiles of K and V coming
+// for 8 query rows (attend_leaf.cuh); four leaves come at a time. Where there are no more leaves
+// than blocks, four warps compute one (attend_team.cuh). Other warps keep tiles of K and V coming
 // into rings of shared memory (attend_fetch.cuh), also across leaves and units, so that memory
 // never waits for arithmetic. Above 8 query heads a KV head there are twice as many warps that
 // compute, 8 rows each. Four sibling leaves of warps fold in shared memory; their unit's tree folds
