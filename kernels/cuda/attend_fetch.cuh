@@ -19,6 +19,8 @@ struct TileShape {
     // many: copies of up to 8 KB, of which eight warps can have two under way each.
     static constexpr int softmax_tokens = row_bytes <= 128 ? 64 : row_bytes <= 256 ? 32 : 16;
     static constexpr int tile_tokens = tokens > 0 ? tokens : softmax_tokens;
+    // With so few a score is made of two sums, so that products wait less for each other.
+    static constexpr bool has_two_sums = softmax_tokens < 64;
     static constexpr std::uint64_t tile_mask = ~std::uint64_t{0} >> (64 - tile_tokens);
     static constexpr int steps = head_dim / 16;  // of a product over the head dim
     // A stage of the ring: rows, then, in that of K, the scales of K and of V.
@@ -96,10 +98,6 @@ struct Stage {
     std::uint64_t consumed;
     std::uint64_t present;
 };
-
-[[nodiscard]] __device__ __forceinline__ bool isFirstLane() {
-    return threadIdx.x % warp_size == 0;
-}
 
 // Stages that are filled in turn.
 struct Ring {

@@ -223,7 +223,7 @@ __device__ __forceinline__ bool isLast(std::uint32_t* counter, int members) {
 __device__ __forceinline__ bool isLastWarp(std::uint32_t* counter, int members) {
     __syncwarp();
     int is_last = 0;
-    if (threadIdx.x % warp_size == 0) is_last = isLast(counter, members) ? 1 : 0;
+    if (isFirstLane()) is_last = isLast(counter, members) ? 1 : 0;
     is_last = __shfl_sync(all_lanes, is_last, 0);
     __syncwarp();
     return is_last != 0;

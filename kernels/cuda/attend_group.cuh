@@ -16,7 +16,6 @@ namespace kvgrid::cuda {
 template <NumberFormat format, int head_dim, typename Shape>
 class GroupLeaf {
     using Product = Products<format>;
-    using OfQueries = Queries<format, head_dim, Shape>;
     static constexpr int rows = Shape::thread_rows;
     static constexpr int steps = Shape::steps;
     static constexpr int token_steps = Shape::tile_tokens / 16;
@@ -119,14 +118,14 @@ public:
         for (int e = 0; e < rows; ++e) {
             WeightSums sums = weight_sums_[e][0];
             join(sums, weight_sums_[e][1]);
-            const float normaliser = OfQueries::normaliserOf(sums);
+            const float normaliser = RowResult<format>::normaliserOf(sums);
 #pragma unroll
             for (auto& part : sums_[0])
 #pragma unroll
                 for (int j = 2 * e; j < 2 * e + 2; ++j)
-                    part[j] = OfQueries::outOf(part[j], sums, normaliser);
+                    part[j] = RowResult<format>::outOf(part[j], sums, normaliser);
             const float of_row =
-                __shfl_sync(all_lanes, OfQueries::lseOf(tops_[e], sums), lane % 8 * 4);
+                __shfl_sync(all_lanes, RowResult<format>::lseOf(tops_[e], sums), lane % 8 * 4);
             if (lane / 8 % 2 == e) mine = of_row;
         }
         return mine;
@@ -190,11 +189,11 @@ private:
         }
     }
 
-    // As Queries::multiplyKeys: with few tokens two sums a score.
+    // As Queries::multiplyKeys: of two sums a score, one has the odd steps, and the rests of the
+    // others.
     __device__ __forceinline__ void multiplyKeys(std::uint32_t tile,
                                                  float (&scores)[score_parts][4]) const {
-        // With few tokens two sums a score, of odd steps and of even ones (their rests the other).
-        constexpr bool is_short = OfQueries::is_short;
+        constexpr bool is_short = Shape::has_two_sums;
         float odd[score_parts][4];
         const GroupMatrix keys(tile, tile_part_bytes);
         const GroupMatrix rests(rests_, rests_part_bytes);

@@ -171,23 +171,6 @@ struct SharedParts {
     }
 };
 
-// What the thread's two rows see of a leaf.
-template <typename Shape>
-struct RowsSeen {
-    SeenTokens rows[2];
-
-    [[nodiscard]] __device__ __forceinline__ bool all(int first) const {
-        bool all = true;
-#pragma unroll
-        for (const SeenTokens& row : rows)
-            all = all && first > row.above && first + Shape::tile_tokens - 1 <= row.last;
-        return all;
-    }
-    [[nodiscard]] __device__ __forceinline__ SeenTokens row(int, int e) const {
-        return rows[e];
-    }
-};
-
 // Takes a leaf's tiles from the ring.
 template <typename Shape, typename LeafState>
 __device__ __forceinline__ void attendLeaf(LeafState& leaf, const Ring& ring, RingPlace& place,

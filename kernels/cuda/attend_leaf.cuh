@@ -41,6 +41,23 @@ __device__ __forceinline__ SeenTokens seenOf(std::int64_t position, std::int64_t
             static_cast<int>(max(last, std::int64_t{-1}))};
 }
 
+// What the thread's two rows see of a leaf.
+template <typename Shape>
+struct RowsSeen {
+    SeenTokens rows[2];
+
+    [[nodiscard]] __device__ __forceinline__ bool all(int first) const {
+        bool all = true;
+#pragma unroll
+        for (const SeenTokens& row : rows)
+            all = all && first > row.above && first + Shape::tile_tokens - 1 <= row.last;
+        return all;
+    }
+    [[nodiscard]] __device__ __forceinline__ SeenTokens row(int, int e) const {
+        return rows[e];
+    }
+};
+
 // Where the queries of a warp's tiles are: of each the row that the thread loads.
 template <int query_tiles>
 struct QueryRows {
@@ -92,6 +109,33 @@ struct WeightSums {
     }
 };
 
+// What a row's sums make of it, when all have joined.
+template <NumberFormat format>
+struct RowResult {
+    using Numbers = Operand<format>;
+    static constexpr bool has_offset = Numbers::offset != 0.0F;
+
+    // What its sums of weights times V are multiplied with.
+    static __device__ __forceinline__ float normaliserOf(const WeightSums& sums) {
+        const float divisor =
+            Numbers::is_narrow ? sums.weight * Numbers::weight_scale : sums.rounded;
+        return sums.weight == 0.0F ? 0.0F : reciprocalOf(divisor);
+    }
+    // A number of out from such a sum.
+    static __device__ __forceinline__ float outOf(float sum, const WeightSums& sums,
+                                                  float normaliser) {
+        return withoutOffset(sum, sums.rounded * Numbers::offset) * normaliser;
+    }
+    static __device__ __forceinline__ float lseOf(const RunningTop& top, const WeightSums& sums) {
+        constexpr float ln_2 = 0.693147181F;
+        return sums.weight == 0.0F ? empty_lse : (top.top + logOfTwo(sums.weight)) * ln_2;
+    }
+    // A sum of products, of which this is the offset's share.
+    static __device__ __forceinline__ float withoutOffset(float sum, float share) {
+        return has_offset ? sum - share : sum;
+    }
+};
+
 inline constexpr float log2_e = 1.44269504F;
 
 // scores = softcap * tanh(scale * scores / softcap), times log2(e). tanh x = 1 - 2 / (e^2x + 1).
@@ -117,12 +161,10 @@ class Queries {
     static constexpr int token_steps = Shape::tile_tokens / 16;
     static constexpr int chunk_pairs = Shape::row_chunks / 2;
     static constexpr bool has_odd_chunk = Shape::row_chunks % 2 != 0;
-    static constexpr bool has_offset = Numbers::offset != 0.0F;
+    static constexpr bool has_offset = RowResult<format>::has_offset;
+    static constexpr bool is_short = Shape::has_two_sums;
 
 public:
-    // With few tokens two sums a score, so that products wait less for each other.
-    static constexpr bool is_short = Shape::softmax_tokens < 64;
-
     // Of a tile: [query tile][16 tokens][2 * half + row], tokens lane / 4 of each half of 8.
     template <int used>
     using Scores = float[used][token_steps][4];
@@ -257,22 +299,6 @@ public:
             }
     }
 
-    // What a row's sums of weights times V are multiplied with, when all have joined.
-    static __device__ __forceinline__ float normaliserOf(const WeightSums& sums) {
-        const float divisor =
-            Shape::has_scales ? sums.weight * Numbers::weight_scale : sums.rounded;
-        return sums.weight == 0.0F ? 0.0F : reciprocalOf(divisor);
-    }
-    // A number of out from such a sum.
-    static __device__ __forceinline__ float outOf(float sum, const WeightSums& sums,
-                                                  float normaliser) {
-        return withoutOffset(sum, sums.rounded * Numbers::offset) * normaliser;
-    }
-    static __device__ __forceinline__ float lseOf(const RunningTop& top, const WeightSums& sums) {
-        constexpr float ln_2 = 0.693147181F;
-        return sums.weight == 0.0F ? empty_lse : (top.top + logOfTwo(sums.weight)) * ln_2;
-    }
-
     // Where a chunk of a tile's row lies, in bytes. Rows lie as in the pool: the tile's first
     // position is a multiple of 8.
     static __device__ __forceinline__ std::uint32_t storedAt(int row, int chunk) {
@@ -292,11 +318,6 @@ public:
     }
 
 private:
-    // A sum of products, of which this is the offset's share.
-    static __device__ __forceinline__ float withoutOffset(float sum, float share) {
-        return has_offset ? sum - share : sum;
-    }
-
     // The sum of a row's rounded queries lies with four threads, for the thread that has its
     // scores.
     __device__ void sumQueries(int n) {
@@ -416,7 +437,7 @@ private:
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
                         float& score = scores[n][t][2 * half + e];
-                        score = withoutOffset(score, query_share_[n][e]) * scale;
+                        score = RowResult<format>::withoutOffset(score, query_share_[n][e]) * scale;
                     }
             }
     }
@@ -538,17 +559,17 @@ public:
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 weight_sums_[n][e].join();
-                normaliser_[n][e] = OfQueries::normaliserOf(weight_sums_[n][e]);
+                normaliser_[n][e] = RowResult<format>::normaliserOf(weight_sums_[n][e]);
             }
     }
 
     // Of its states, then, of the thread's row e of tile n: lse, and a number of out.
     [[nodiscard]] __device__ float lse(int n, int e) const {
-        return OfQueries::lseOf(tops_[n][e], weight_sums_[n][e]);
+        return RowResult<format>::lseOf(tops_[n][e], weight_sums_[n][e]);
     }
     [[nodiscard]] __device__ float out(int n, int step, int half, int e) const {
-        return OfQueries::outOf(sums_[n][step][2 * half + e], weight_sums_[n][e],
-                                normaliser_[n][e]);
+        return RowResult<format>::outOf(sums_[n][step][2 * half + e], weight_sums_[n][e],
+                                        normaliser_[n][e]);
     }
 
     // All of out takes the place of its sums; the lse of row lane % (8 * query_tiles) is returned.

@@ -34,7 +34,6 @@ struct RowsShape : TileShape<number_format, dim, tokens> {
     static constexpr int threads = computing_threads + attend_warps * warp_size;  // of warp groups
     static constexpr int rings = 1;                                               // of a team
     static constexpr int arrivals = 1;
-    static constexpr bool keeps_rests = true;
     static constexpr int launch_registers = 168;  // of each thread
 };
 
@@ -55,6 +54,7 @@ template <NumberFormat format, int head_dim>
 struct RowsByWarps : RowsShape<format, head_dim> {
     using Leaf = WarpRowsLeaf<format, head_dim>;
     static constexpr int query_tiles = head_dim > 128 ? 1 : 2;
+    static constexpr bool keeps_rests = true;
     static constexpr int warp_rows = query_tiles * product_rows;
     static constexpr int rests_bytes = 0;            // in shared memory: they are in registers
     static constexpr int warp_arrivals = warp_size;  // at the barrier of a stage that it has read
@@ -85,7 +85,6 @@ struct RowsByGroups : RowsShape<format, head_dim, 64> {
     static constexpr bool can = bytesPerElement(format) == 2 &&
                                 RowsByGroups::row_bytes % part_bytes == 0 && head_dim <= 128;
     static constexpr bool has_parts = true;
-    static constexpr int query_tiles = 2;
     static constexpr int warp_rows = 16;
     static constexpr int warp_arrivals = 1;
     static constexpr int seen_rows = 4 * warp_rows;
@@ -163,12 +162,11 @@ template <typename Shape>
 class SeenByRows {
 public:
     // With the warp's rows from first_row on.
-    __device__ SeenByRows(const AttendParams& params, const Unit& unit, int first_row)
-        : rows_(
-              min(unit.rows - first_row / Shape::seen_rows * Shape::seen_rows, Shape::seen_rows)) {
+    __device__ SeenByRows(const AttendParams& params, const Unit& unit, int first_row) {
+        const int first = first_row / Shape::seen_rows * Shape::seen_rows;
+        rows_ = min(unit.rows - first, Shape::seen_rows);
         if (rows_ <= 0) return;
         const int group = params.query_heads / params.kv_heads;
-        const int first = first_row / Shape::seen_rows * Shape::seen_rows;
         const std::int64_t last_position = unit.query(first + rows_ - 1, group).position;
         const auto age = [&](int row) {
             return static_cast<int>(last_position - unit.query(row, group).position);

@@ -101,11 +101,9 @@ public:
 
         typename OfQueries::template Scores<1> scores[own_tiles];
         std::uint64_t own_present[own_tiles];
-        RingPlace own_place[own_tiles];
 #pragma unroll
         for (int i = 0; i < own_tiles; ++i) {
             const int tile = i * attend_warps + warp_;
-            own_place[i] = place;
             own_present[i] = 0;
             float2 tops = make_float2(empty_lse, empty_lse);
             if (i < tiles_of_ring) {
@@ -147,8 +145,9 @@ public:
             WeightSums sums[1][2];
             if (own_present[i] != 0) {
                 typename OfQueries::template Weights<1> weights;
-                OfQueries::template weigh<1>(own_ring.tile<Shape>(own_place[i].stage),
-                                             own_present[i], scores[i], bases[i], weights, sums);
+                constexpr std::uint32_t no_scales = 0;  // of which the tile would be wanted
+                OfQueries::template weigh<1>(no_scales, own_present[i], scores[i], bases[i],
+                                             weights, sums);
 #pragma unroll
                 for (int t = 0; t < token_steps; ++t)
                     shared_.weights[(tile * token_steps + t) * warp_size + lane] =
@@ -195,14 +194,14 @@ public:
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             weight_sums[e].join();
-            const float normaliser = OfQueries::normaliserOf(weight_sums[e]);
-            state.lse[e] = OfQueries::lseOf(tops[e], weight_sums[e]);
+            const float normaliser = RowResult<format>::normaliserOf(weight_sums[e]);
+            state.lse[e] = RowResult<format>::lseOf(tops[e], weight_sums[e]);
 #pragma unroll
             for (int step = 0; step < own_steps; ++step)
 #pragma unroll
                 for (int half = 0; half < 2; ++half)
-                    state.out[step][2 * half + e] =
-                        OfQueries::outOf(state.out[step][2 * half + e], weight_sums[e], normaliser);
+                    state.out[step][2 * half + e] = RowResult<format>::outOf(
+                        state.out[step][2 * half + e], weight_sums[e], normaliser);
         }
     }
 
@@ -248,7 +247,7 @@ private:
 
 // What a thread's two rows see of a leaf: of most leaves all.
 template <typename Shape>
-class TeamSeen {
+class TeamSeen : public RowsSeen<Shape> {
 public:
     // Of rows from first_row of the tile on.
     __device__ __forceinline__ TeamSeen(const AttendParams& params, const Unit& unit, int first_row)
@@ -260,7 +259,7 @@ public:
 
     // Now it is about the leaf that begins at `begin`.
     __device__ __forceinline__ void enter(std::int64_t begin) {
-        rows_[0] = rows_[1] = {-1, stripe_tokens};
+        this->rows[0] = this->rows[1] = {-1, stripe_tokens};
         if (__builtin_expect(begin >= all_begin_ && begin + stripe_tokens <= all_end_, 1)) return;
         const int lane = static_cast<int>(threadIdx.x) % warp_size;
         const int group = params_.query_heads / params_.kv_heads;
@@ -274,19 +273,8 @@ public:
                 exists ? unit_.query(row, group).position : unit_.last_position;
             const std::int64_t first_seen =
                 exists ? firstSeen(position, params_.window) : unit_.first_seen;
-            rows_[e] = seenOf(position, first_seen, begin);
+            this->rows[e] = seenOf(position, first_seen, begin);
         }
-    }
-
-    [[nodiscard]] __device__ __forceinline__ bool all(int first) const {
-        bool all = true;
-#pragma unroll
-        for (const SeenTokens& row : rows_)
-            all = all && first > row.above && first + Shape::tile_tokens - 1 <= row.last;
-        return all;
-    }
-    [[nodiscard]] __device__ __forceinline__ SeenTokens row(int, int e) const {
-        return rows_[e];
     }
 
 private:
@@ -295,7 +283,6 @@ private:
     int first_row_;
     std::int64_t all_begin_;  // positions that all rows of the tile see
     std::int64_t all_end_;
-    SeenTokens rows_[2];
 };
 
 // Where a thread's two rows of a unit that teams compute go: to the output when the unit is its

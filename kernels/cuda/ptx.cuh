@@ -15,6 +15,10 @@ namespace kvgrid::cuda {
 inline constexpr int warp_size = 32;
 inline constexpr unsigned all_lanes = 0xFFFFFFFFU;
 
+[[nodiscard]] __device__ __forceinline__ bool isFirstLane() {
+    return threadIdx.x % warp_size == 0;
+}
+
 // The same value, which the compiler takes for a new one: what follows from it is worked out where
 // it is wanted, seldom, and takes no register before.
 [[nodiscard]] __device__ __forceinline__ std::uint32_t readAnew(std::uint32_t value) {
