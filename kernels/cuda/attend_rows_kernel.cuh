@@ -480,7 +480,9 @@ __device__ __forceinline__ void computeRows(const AttendLaunch& launch,
         bool has_state = false;
         // The leaves of up to 32 paths, a lane each: bits of those that the unit sees, and stripes.
         const int lane = static_cast<int>(threadIdx.x) % warp_size;
-        const int paths = unit.leaf_bits < 5 ? 1 << unit.leaf_bits : warp_size;
+        constexpr int warp_bits = 5;
+        static_assert(1 << warp_bits == warp_size);
+        const int paths = unit.leaf_bits < warp_bits ? 1 << unit.leaf_bits : warp_size;
 #pragma unroll 1
         for (std::int64_t first = 0; first >> unit.leaf_bits == 0; first += paths) {
             const std::int64_t of_lane =

@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(warps* warp_size)
         }
         // Last, for it may lie in the first part.
         __syncwarp();
-        if (threadIdx.x % warp_size == 0) params.lse[row] = lse;
+        if (isFirstLane()) params.lse[row] = lse;
     }
 }
 

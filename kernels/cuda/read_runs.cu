@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(threads)
     for (int distance = warp_size / 2; distance > 0; distance /= 2)
         sum += __shfl_xor_sync(all_lanes, sum, distance);
     __shared__ unsigned long long sums[threads / warp_size];
-    if (threadIdx.x % warp_size == 0) sums[threadIdx.x / warp_size] = sum;
+    if (isFirstLane()) sums[threadIdx.x / warp_size] = sum;
     __syncthreads();
     if (threadIdx.x != 0) return;
     for (int i = 1; i < threads / warp_size; ++i)
