@@ -247,6 +247,29 @@ TYPED_TEST(AttendBitsTest, RowsOfRunsOverAnyBlocks) {
         }
 }
 
+// The same where a row's running maximum is another one in each tile, or that of the first; by
+// teams of warps and by warps alone, too.
+TYPED_TEST(AttendBitsTest, ScoresThatRiseWithinAStripe) {
+    constexpr std::int32_t rows = 40;
+    const Runs runs{{.slot = 0, .rows = rows, .first_row = 0, .first_position = 700}};
+    for (const NumberFormat format : kv_formats)
+        for (const int head_dim : {64, 128})
+            for (const int group : {5, 15}) {
+                const Model model = modelOfRisingScores(format, group, head_dim);
+                std::vector<States> results;
+                for (const int threads : {1, 64}) {
+                    const auto device = TestFixture::Make::makeParallel(threads);
+                    const PagedWorld world(*device, model, {.block_size = 16},
+                                           {{.id = 0, .length = 700 + rows}});
+                    for (const std::int64_t run_rows : {1, 5, 10, 40})
+                        results.push_back(attend(world, runs, {.run_rows = run_rows}));
+                }
+                for (const States& result : results)
+                    EXPECT_TRUE(sameBits(results[0], result))
+                        << name(format) << " x " << head_dim << ", group " << group;
+            }
+}
+
 // The same over trees with lanes of several stripes, that a window begins within, of all lanes or
 // some, folded by one thread or cut.
 TYPED_TEST(AttendBitsTest, RowsOfRunsOverLongContexts) {

@@ -181,6 +181,17 @@ TYPED_TEST(AttendTest, VeryUnequalMassBetweenStripes) {
     }
 }
 
+// Scores that rise or fall with each token, by 1/11 of a power of two to as much as a third:
+// weights are counted from another number now and then, every few tiles, or never.
+TYPED_TEST(AttendTest, ScoresThatRiseWithinAStripe) {
+    for (const NumberFormat format : kv_formats)
+        for (const int head_dim : {64, 128})
+            for (const int group : {4, 40}) {
+                const Model model = modelOfRisingScores(format, group, head_dim);
+                this->checkDecode(model, {}, {40, 256, 700});
+            }
+}
+
 // A large score in one token takes nearly all the mass, whichever token it is.
 TYPED_TEST(AttendTest, OneTokenDominates) {
     Model model{.query_heads = 4, .kv_heads = 1, .head_dim = 64, .scale = 1.0F};
