@@ -16,14 +16,15 @@
 #include <hwy/foreach_target.h>
 // After foreach_target.h.
 #include "kernels/cpu/stripe-inl.h"
+#include "kernels/cpu/token_lanes-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace kvgrid::cpu::HWY_NAMESPACE {
 
 // Folds the states of a unit. A fold* function leaves the states of its subtree in `slot` of the
 // scratch and says whether there are any; a subtree without tokens leaves nothing, and its sibling
-// passes up unchanged, as merging the empty state would have it.
-template <NumberFormat format>
+// passes up unchanged, as merging the empty state would have it. Lanes makes the scores.
+template <NumberFormat format, class Lanes>
 class UnitFold {
 public:
     UnitFold(const AttendUnit& unit, AttendScratch& scratch)
@@ -60,15 +61,23 @@ private:
     float* slotLse(int slot) const { return scratch_.lse + slot * max_unit_rows; }
 
     void stageQueries() {
-        for (int r = 0; r < unit_.rows; ++r) {
-            const std::int64_t row = unit_.run->first_row + unit_.first_row + r;
-            const float* const q =
-                params_.q + (row * params_.query_heads + unit_.kv_head * group_) * params_.head_dim;
-            for (int h = 0; h < group_; ++h)
-                stageQuery<format>(
-                    q + h * params_.head_dim, params_.head_dim,
-                    scratch_.q + staged_query_factor * (r * group_ + h) * params_.head_dim);
+        for (int first = 0; first < query_rows_; first += Lanes::most_rows) {
+            const int rows = std::min(Lanes::most_rows, query_rows_ - first);
+            for (int r = 0; r < rows; ++r)
+                Lanes::stage(query(first + r), params_.head_dim, rows, r, stagedQuery(first));
         }
+    }
+
+    const float* query(int query_row) const {
+        const std::int64_t row = unit_.run->first_row + unit_.first_row + query_row / group_;
+        const std::int64_t head = unit_.kv_head * group_ + query_row % group_;
+        return params_.q + (row * params_.query_heads + head) * params_.head_dim;
+    }
+
+    // Of a tile that begins with this query row.
+    float* stagedQuery(int query_row) const {
+        return scratch_.q +
+               static_cast<std::ptrdiff_t>(query_row) * Lanes::staged_factor * params_.head_dim;
     }
 
     // Lanes lane, lane + stride, ...
@@ -128,16 +137,16 @@ private:
         Stripe view{.rows = scratch_.rows,
                     .tokens = tokens.count,
                     .head_dim = params_.head_dim,
-                    .scale = params_.scale * StoredVectors<format>::unit,
+                    .scale = params_.scale * Lanes::unit,
                     .softcap = params_.softcap,
                     .ahead = ahead_,
                     .key_scales = scratch_.scales,
                     .value_scales = scratch_.scales + AttendScratch::score_stride};
         for (int r = 0; r < query_rows_; r += AttendScratch::rows_at_once) {
             const std::ptrdiff_t at = static_cast<std::ptrdiff_t>(r) * params_.head_dim;
-            attendStripe<format>(view, scratch_.q + staged_query_factor * at, scratch_.seen + r,
-                                 std::min(AttendScratch::rows_at_once, query_rows_ - r), scratch_,
-                                 slotOut(slot) + at, slotLse(slot) + r);
+            attendStripe<format, Lanes>(view, stagedQuery(r), scratch_.seen + r,
+                                        std::min(AttendScratch::rows_at_once, query_rows_ - r),
+                                        scratch_, slotOut(slot) + at, slotLse(slot) + r);
             view.ahead = 0;  // fetched already
         }
         return true;
@@ -285,20 +294,33 @@ private:
     std::int64_t first_seen_;  // by the first row
 };
 
+// By the GQA group alone, which is the layer's in every step and on every rank, as ranks own whole
+// groups: what a row gets depends neither on the rows beside it nor on the grid.
+template <NumberFormat format>
+void attendUnitOf(const AttendUnit& unit, AttendScratch& scratch) {
+#if HWY_CAP_GE512
+    if constexpr (has_token_lanes<format>) {
+        if (unit.params->query_heads / unit.params->kv_heads >= token_lanes_group)
+            return UnitFold<format, TokenLanes<format>>(unit, scratch).run();
+    }
+#endif
+    UnitFold<format, HeadDimLanes<format>>(unit, scratch).run();
+}
+
 void attendUnitFp16(const AttendUnit& unit, AttendScratch& scratch) {
-    UnitFold<NumberFormat::fp16>(unit, scratch).run();
+    attendUnitOf<NumberFormat::fp16>(unit, scratch);
 }
 
 void attendUnitBf16(const AttendUnit& unit, AttendScratch& scratch) {
-    UnitFold<NumberFormat::bf16>(unit, scratch).run();
+    attendUnitOf<NumberFormat::bf16>(unit, scratch);
 }
 
 void attendUnitE4m3(const AttendUnit& unit, AttendScratch& scratch) {
-    UnitFold<NumberFormat::fp8_e4m3>(unit, scratch).run();
+    attendUnitOf<NumberFormat::fp8_e4m3>(unit, scratch);
 }
 
 void attendUnitInt8(const AttendUnit& unit, AttendScratch& scratch) {
-    UnitFold<NumberFormat::int8>(unit, scratch).run();
+    attendUnitOf<NumberFormat::int8>(unit, scratch);
 }
 
 }  // namespace kvgrid::cpu::HWY_NAMESPACE

@@ -59,7 +59,7 @@ struct alignas(64) AttendScratch {
     static constexpr int fold_levels = 46;   // lanes 2^6, stripes of a lane below 2^40
     static constexpr int score_stride = stripe_tokens + padding;
 
-    float q[2 * (max_unit_rows + padding) * max_head_dim];  // staged: AVX-512 has each twice
+    float q[2 * (max_unit_rows + padding) * max_head_dim];  // as Lanes::stage has it: up to twice
     float scores[rows_at_once * score_stride];
     float sums[rows_at_once * max_head_dim];
     StripeTokens tokens[2];  // of the stripe in work and the next

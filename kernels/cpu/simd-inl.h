@@ -24,6 +24,15 @@ using Floats = hn::Vec<FloatTag>;
 // fp32 numbers in a vector.
 inline constexpr int vector_lanes = static_cast<int>(HWY_LANES(float));
 
+// A vector of *from alone. As an integer: x86-64 processors load and broadcast those without a
+// shuffle, which floats cost some of them with AVX-512.
+HWY_INLINE Floats broadcast(const float* from) {
+    const hn::RebindToSigned<FloatTag> bits;
+    std::int32_t number;
+    hwy::CopySameSize(from, &number);
+    return hn::BitCast(FloatTag(), hn::Set(bits, number));
+}
+
 #if HWY_CAP_GE512
 // A vector whose lower half is read from `a`, the upper from `b`.
 template <class Tag, typename T>

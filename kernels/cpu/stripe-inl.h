@@ -1,8 +1,8 @@
 // The leaf of the fold: attention of some query rows over the tokens of one stripe. Compiled once
 // for each instruction set, so it has no ordinary include guard.
 //
-// What a row gets depends on its own tokens alone: a score is one chain of multiply-adds over the
-// head dim and one tree of additions; an output element is one chain over the row's tokens in
+// What a row gets depends on its own tokens alone: a score is chains of multiply-adds over the head
+// dim and one tree of additions; an output element is one chain over the row's tokens in
 // order. Tiles of rows and tokens only decide what is loaded once. The scale of a token's K
 // multiplies the finished score, that of its V the weight, after the weights were summed.
 #if defined(KVGRID_KERNELS_CPU_STRIPE_INL_H_) == defined(HWY_TARGET_TOGGLE)
@@ -56,13 +56,9 @@ HWY_INLINE void mergeOuts(const MergeWeights& weights, float* HWY_RESTRICT left,
         left[d] = mergeOut(weights, left[d], right[d]);
 }
 
-// Query rows of the largest tile. More of them decode K and V less often, but were no faster: they
-// load more of q for each token.
-inline constexpr int most_tile_rows = 4;
-
 // Adds weight * v of tokens [begin, end) to the running sums of `rows` query rows, for `vectors`
 // vectors of the head dim from element d on.
-template <NumberFormat format, int rows, int vectors, bool fetch>
+template <NumberFormat format, int rows, int vectors>
 HWY_INLINE void weighTile(const float* HWY_RESTRICT weights, const std::byte* const* values,
                           int begin, int end, int head_dim, int d, int ahead,
                           float* HWY_RESTRICT sums) {
@@ -79,20 +75,18 @@ HWY_INLINE void weighTile(const float* HWY_RESTRICT weights, const std::byte* co
         Floats value[vectors];
         if constexpr (vectors == 1) {
             value[0] = StoredVectors<format>::load(row);
-            if constexpr (fetch) prefetchChunk<format>(values[t + ahead], d);
+            prefetchChunk<format>(values[t + ahead], d);
         } else {
             HWY_UNROLL(16)
             for (int i = 0; i < vectors; i += 2)
                 StoredVectors<format>::loadPair(row + i * vector_lanes, value[i], value[i + 1]);
-            if constexpr (fetch) {
-                HWY_UNROLL(16)
-                for (int i = 0; i < vectors; i += 2)
-                    prefetchChunk<format>(values[t + ahead], d + i * vector_lanes);
-            }
+            HWY_UNROLL(16)
+            for (int i = 0; i < vectors; i += 2)
+                prefetchChunk<format>(values[t + ahead], d + i * vector_lanes);
         }
         HWY_UNROLL(16)
         for (int r = 0; r < rows; ++r) {
-            const Floats weight = hn::Set(tag, weights[r * AttendScratch::score_stride + t]);
+            const Floats weight = broadcast(weights + r * AttendScratch::score_stride + t);
             HWY_UNROLL(16)
             for (int i = 0; i < vectors; ++i)
                 out[r * vectors + i] = hn::MulAdd(weight, value[i], out[r * vectors + i]);
@@ -110,20 +104,18 @@ HWY_INLINE void weighTile(const float* HWY_RESTRICT weights, const std::byte* co
 inline constexpr int most_weigh_vectors = vector_lanes == 8 ? 8 : 16;
 
 // weighTile over the whole head dim.
-template <NumberFormat format, int rows, bool fetch>
+template <NumberFormat format, int rows>
 HWY_NOINLINE void weigh(const float* weights, const std::byte* const* values, int begin, int end,
                         int head_dim, int ahead, float* sums) {
     int d = 0;
     if constexpr (rows * 4 <= most_weigh_vectors)
         for (; d + 2 * chunk_size <= head_dim; d += 2 * chunk_size)
-            weighTile<format, rows, 4, fetch>(weights, values, begin, end, head_dim, d, ahead,
-                                              sums);
+            weighTile<format, rows, 4>(weights, values, begin, end, head_dim, d, ahead, sums);
     for (; d + chunk_size <= head_dim; d += chunk_size)
-        weighTile<format, rows, 2, fetch>(weights, values, begin, end, head_dim, d, ahead, sums);
+        weighTile<format, rows, 2>(weights, values, begin, end, head_dim, d, ahead, sums);
     if constexpr (has_odd_vector) {
         if (d < head_dim)
-            weighTile<format, rows, 1, fetch>(weights, values, begin, end, head_dim, d, ahead,
-                                              sums);
+            weighTile<format, rows, 1>(weights, values, begin, end, head_dim, d, ahead, sums);
     }
 }
 
@@ -199,7 +191,9 @@ struct Stripe {
     int head_dim;
     float scale;
     float softcap;  // 0: none
-    int ahead;      // fetch the row that comes so many rows later; 0: do not
+    // Ask for the row that comes so many rows later, in each tile of query rows: that was faster
+    // than in the first alone. 0: do not.
+    int ahead;
     // Of its tokens' K and V, where the format has scales; a vector beyond the last one is
     // readable.
     const float* key_scales;
@@ -207,13 +201,12 @@ struct Stripe {
 };
 
 // Scores of `rows` query rows, from q and scores on, and the stripe's tokens [begin, end).
-template <NumberFormat format, int rows, bool fetch>
+template <class Lanes, int rows>
 HWY_NOINLINE void scoreRows(const Stripe& stripe, const float* q, int begin, int end,
                             float* scores) {
-    constexpr int step = tile_tokens<rows>;
-    for (int t = begin; t < end; t += step)
-        scoreTile<format, rows, fetch>(q, stripe.rows + t, stripe.head_dim, stripe.scale,
-                                       stripe.ahead, scores + t);
+    for (int t = begin; t < end; t += Lanes::template tile_tokens<rows>)
+        Lanes::template scoreTile<rows>(q, stripe.rows + t, stripe.head_dim, stripe.scale,
+                                        stripe.ahead, scores + t);
 }
 
 // Weighs the stripe's tokens [begin, end): those that only some of `rows` query rows see yet, those
@@ -235,58 +228,57 @@ HWY_NOINLINE void weighUnequalRows(const Stripe& stripe, const float* weights, c
             const int own_first = std::max(first, seen[r].begin);
             const int own_last = std::min(last, seen[r].end);
             if (own_first < own_last)
-                weigh<format, 1, true>(weights + r * AttendScratch::score_stride, values, own_first,
-                                       own_last, stripe.head_dim, 0, sums + r * stripe.head_dim);
+                weigh<format, 1>(weights + r * AttendScratch::score_stride, values, own_first,
+                                 own_last, stripe.head_dim, 0, sums + r * stripe.head_dim);
         }
     };
     weigh_own(begin, common_begin);
     if (common_begin < common_end)
-        weigh<format, rows, true>(weights, values, common_begin, common_end, stripe.head_dim,
-                                  stripe.ahead, sums);
+        weigh<format, rows>(weights, values, common_begin, common_end, stripe.head_dim,
+                            stripe.ahead, sums);
     weigh_own(common_end, end);
 }
 
-// Calls tiles.run<count, true>(first) for a count of 1 to `most`; nothing for 0.
+// Calls tiles.run<count>(first) for a count of 1 to `most`; nothing for 0.
 template <int most, typename Tiles>
 HWY_INLINE void runRowTile(int count, int first, const Tiles& tiles) {
     if constexpr (most > 0) {
-        if (count == most) return tiles.template run<most, true>(first);
+        if (count == most) return tiles.template run<most>(first);
         runRowTile<most - 1>(count, first, tiles);
     }
 }
 
-// Calls tiles.run<rows, fetch>(first) for the largest tiles that `count` rows have, then for one of
-// what is left. The first tile fetches what comes; small tiles always do, as they are rare or the
-// first.
+// Calls tiles.run<rows>(first) for the largest tiles that `count` rows have, then for one of what
+// is left.
 template <typename Tiles>
-HWY_INLINE void forRowTiles(int count, bool fetch, const Tiles& tiles) {
+HWY_INLINE void forRowTiles(int count, const Tiles& tiles) {
     int r = 0;
-    if (count >= most_tile_rows && fetch) {
-        tiles.template run<most_tile_rows, true>(0);
-        r = most_tile_rows;
-    }
-    for (; r + most_tile_rows <= count; r += most_tile_rows)
-        tiles.template run<most_tile_rows, false>(r);
-    runRowTile<most_tile_rows - 1>(count - r, r, tiles);
+    for (; r + Tiles::most_rows <= count; r += Tiles::most_rows)
+        tiles.template run<Tiles::most_rows>(r);
+    runRowTile<Tiles::most_rows - 1>(count - r, r, tiles);
 }
 
-template <NumberFormat format>
+template <class Lanes>
 struct ScoreTiles {
+    static constexpr int most_rows = Lanes::most_rows;
+
     const Stripe& stripe;
     const float* q;
     int begin;
     int end;
     float* scores;
 
-    template <int rows, bool fetch>
+    template <int rows>
     HWY_INLINE void run(int r) const {
-        scoreRows<format, rows, fetch>(stripe, q + staged_query_factor * r * stripe.head_dim, begin,
-                                       end, scores + r * AttendScratch::score_stride);
+        scoreRows<Lanes, rows>(stripe, q + Lanes::staged_factor * r * stripe.head_dim, begin, end,
+                               scores + r * AttendScratch::score_stride);
     }
 };
 
 template <NumberFormat format>
 struct WeighTiles {
+    static constexpr int most_rows = 4;  // more decode V less often, but were no faster
+
     const Stripe& stripe;
     const float* weights;
     const Seen* seen;
@@ -295,13 +287,13 @@ struct WeighTiles {
     int end;
     float* sums;
 
-    template <int rows, bool fetch>
+    template <int rows>
     HWY_INLINE void run(int r) const {
         const float* const own = weights + r * AttendScratch::score_stride;
         float* const to = sums + r * stripe.head_dim;
         if (common.begin <= begin && end <= common.end)
-            weigh<format, rows, fetch>(own, stripe.rows + stripe.tokens, begin, end,
-                                       stripe.head_dim, stripe.ahead, to);
+            weigh<format, rows>(own, stripe.rows + stripe.tokens, begin, end, stripe.head_dim,
+                                stripe.ahead, to);
         else
             weighUnequalRows<format, rows>(stripe, own, seen + r, begin, end, to);
     }
@@ -309,10 +301,13 @@ struct WeighTiles {
 
 // Tokens whose K or V stays in the first-level cache while all query rows pass over it.
 inline constexpr int token_tile = 32;
+// Of V, where several tiles of query rows do, as many as have so many bytes: sums are loaded and
+// stored once a tile.
+inline constexpr int value_tile_bytes = 16384;
 
 // Attention of `rows` query rows (at most rows_at_once) over a stripe; query row r sees its tokens
-// seen[r]. q as stageQuery has it. Writes out[r * head_dim ...] and lse[r].
-template <NumberFormat format>
+// seen[r]. q as Lanes::stage has it. Writes out[r * head_dim ...] and lse[r].
+template <NumberFormat format, class Lanes>
 HWY_NOINLINE void attendStripe(const Stripe& stripe, const float* q, const Seen* seen, int rows,
                                AttendScratch& scratch, float* out, float* lse) {
     int first = stripe.tokens;
@@ -327,8 +322,7 @@ HWY_NOINLINE void attendStripe(const Stripe& stripe, const float* q, const Seen*
     }
     for (int t = first; t < last; t += token_tile)
         forRowTiles(
-            rows, stripe.ahead > 0,
-            ScoreTiles<format>{stripe, q, t, std::min(t + token_tile, last), scratch.scores});
+            rows, ScoreTiles<Lanes>{stripe, q, t, std::min(t + token_tile, last), scratch.scores});
     float sum_of[AttendScratch::rows_at_once];
     for (int r = 0; r < rows; ++r) {
         sum_of[r] = 0.0F;
@@ -345,10 +339,12 @@ HWY_NOINLINE void attendStripe(const Stripe& stripe, const float* q, const Seen*
         lse[r] = sums.top + std::log(sums.sum);
     }
     std::memset(scratch.sums, 0, static_cast<std::size_t>(rows * stripe.head_dim) * sizeof(float));
-    for (int t = first; t < last; t += token_tile)
-        forRowTiles(rows, stripe.ahead > 0,
-                    WeighTiles<format>{stripe, scratch.scores, seen, common, t,
-                                       std::min(t + token_tile, last), scratch.sums});
+    const int row_bytes = stripe.head_dim * static_cast<int>(sizeof(typename Stored<format>::Bits));
+    const int value_tile =
+        rows > WeighTiles<format>::most_rows ? value_tile_bytes / row_bytes : token_tile;
+    for (int t = first; t < last; t += value_tile)
+        forRowTiles(rows, WeighTiles<format>{stripe, scratch.scores, seen, common, t,
+                                             std::min(t + value_tile, last), scratch.sums});
     for (int r = 0; r < rows; ++r)
         fromVectorOrder<format>(scratch.sums + r * stripe.head_dim, stripe.head_dim,
                                 sum_of[r] == 0.0F ? 0.0F : StoredVectors<format>::unit / sum_of[r],

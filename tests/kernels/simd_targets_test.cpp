@@ -32,7 +32,7 @@ TEST_F(SimdTargetsTest, EachIsRight) {
         ++targets;
         for (const NumberFormat format : kv_formats)
             for (const int head_dim : {64, 80, 96, 128, 256})
-                for (const int group : {1, 2, 4, 7}) {
+                for (const int group : {1, 2, 4, 7, 13}) {
                     const Model model{.format = format,
                                       .query_heads = group,
                                       .kv_heads = 1,
@@ -139,7 +139,8 @@ TEST_F(SimdTargetsTest, Fp16SubnormalsAndSpecials) {
     }
 }
 
-// Every number of the low-bit formats; the row's largest one makes the scale 1.
+// Every number of the low-bit formats, in K and V, one query head a KV head and many; the row's
+// largest one makes the scale 1.
 TEST_F(SimdTargetsTest, EveryLowBitNumber) {
     for (const std::int64_t target : hwy::SupportedAndGeneratedTargets()) {
         choose(target);
@@ -154,17 +155,25 @@ TEST_F(SimdTargetsTest, EveryLowBitNumber) {
                     const float value = e4m3ToFloat(bits);
                     return std::isnan(value) ? 0.0F : value;
                 };
-                Model model{.format = format, .query_heads = 1, .kv_heads = 1, .head_dim = 80};
-                model.number = [&number, format](Kind kind, int, std::int64_t, int, int element) {
-                    if (kind != Kind::v) return 0.0F;
+                // Query head h takes element h of K alone, which is then its score.
+                Model model{.format = format, .query_heads = 64, .head_dim = 80, .scale = 0x1p40F};
+                model.number = [&number, format](Kind kind, int, std::int64_t, int head,
+                                                 int element) {
+                    if (kind == Kind::q) return element == head ? 0x1p-40F : 0.0F;
                     if (element < 64) return number(element);
                     return format == NumberFormat::int8 ? 127.0F : 448.0F;
                 };
-                const PagedWorld world(*device_, model, {}, {{.id = 0, .length = 1}});
-                const States states =
-                    attend(world, {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 0}});
-                for (int element = 0; element < 64; ++element)
-                    EXPECT_EQ(states.out[static_cast<std::size_t>(element)], number(element));
+                for (const int kv_heads : {1, 64}) {
+                    model.kv_heads = kv_heads;
+                    const PagedWorld world(*device_, model, {}, {{.id = 0, .length = 1}});
+                    const States states = attend(
+                        world, {{.slot = 0, .rows = 1, .first_row = 0, .first_position = 0}});
+                    for (int element = 0; element < 64; ++element) {
+                        const auto i = static_cast<std::size_t>(element);
+                        EXPECT_EQ(states.out[i], number(element));
+                        EXPECT_EQ(states.lse[i], number(element));
+                    }
+                }
             }
     }
 }
