@@ -60,7 +60,9 @@ private:
     }
     float* slotLse(int slot) const { return scratch_.lse + slot * max_unit_rows; }
 
+    // Tiles as attendStripe cuts them, which gets rows_at_once rows at a time.
     void stageQueries() {
+        static_assert(AttendScratch::rows_at_once % Lanes::most_rows == 0);
         for (int first = 0; first < query_rows_; first += Lanes::most_rows) {
             const int rows = std::min(Lanes::most_rows, query_rows_ - first);
             for (int r = 0; r < rows; ++r)

@@ -2,7 +2,7 @@
 // for each instruction set, so it has no ordinary include guard.
 //
 // What a row gets depends on its own tokens alone: a score is chains of multiply-adds over the head
-// dim and one tree of additions; an output element is one chain over the row's tokens in
+// dim and additions in a fixed order; an output element is one chain over the row's tokens in
 // order. Tiles of rows and tokens only decide what is loaded once. The scale of a token's K
 // multiplies the finished score, that of its V the weight, after the weights were summed.
 #if defined(KVGRID_KERNELS_CPU_STRIPE_INL_H_) == defined(HWY_TARGET_TOGGLE)
@@ -301,8 +301,8 @@ struct WeighTiles {
 
 // Tokens whose K or V stays in the first-level cache while all query rows pass over it.
 inline constexpr int token_tile = 32;
-// Of V, where several tiles of query rows do, as many as have so many bytes: sums are loaded and
-// stored once a tile.
+// With several tiles of query rows those of V are as many as have so many bytes: sums are loaded
+// and stored once a tile.
 inline constexpr int value_tile_bytes = 16384;
 
 // Attention of `rows` query rows (at most rows_at_once) over a stripe; query row r sees its tokens

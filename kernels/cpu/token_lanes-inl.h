@@ -23,8 +23,9 @@
 HWY_BEFORE_NAMESPACE();
 namespace kvgrid::cpu::HWY_NAMESPACE {
 
-// From this GQA group on TokenLanes are faster: below, too few query rows share the transposing.
-inline constexpr int token_lanes_group = 8;
+// From this GQA group on TokenLanes are faster. With fewer query rows memory bounds attention, or
+// too few of them share the transposing.
+inline constexpr int token_lanes_group = 5;
 // Not for fp16, whose conversion wants numbers side by side, nor for e4m3, whose subnormal numbers
 // want instructions of their own: they gained nothing.
 template <NumberFormat format>
@@ -51,7 +52,7 @@ HWY_INLINE void transpose(const Words (&tokens)[4], Words (&words)[4]) {
 }
 
 // Block b: 16 bytes of rows[4 * b], from byte `at` on. `volatile` has the compiler read the
-// addresses anew each time: it has registers for few of 16.
+// addresses anew each time: there are registers for few of the 16.
 HWY_INLINE Words loadBlocks(const std::byte* const volatile* rows, int at) {
     const WordTag tag;
     const hn::Half<WordTag> half;
@@ -123,7 +124,8 @@ struct TokenLanes {
 
     // Scores of `rows` query rows, their q from stage, against tile_tokens<rows> tokens: scale *
     // q.k into scores[row * score_stride + token]. The even and the odd elements have a chain each.
-    // Each line that is read asks for one of the row `ahead` rows later.
+    // Each line that is read asks for one of the row `ahead` rows later; a row's last line, if it
+    // is a shorter one, for those of some tokens.
     template <int rows>
     static HWY_INLINE void scoreTile(const float* HWY_RESTRICT q, const std::byte* const* keys,
                                      int head_dim, float scale, int ahead,

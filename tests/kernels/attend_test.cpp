@@ -181,8 +181,7 @@ TYPED_TEST(AttendTest, VeryUnequalMassBetweenStripes) {
     }
 }
 
-// Scores that rise or fall with each token, by 1/11 of a power of two to as much as a third:
-// weights are counted from another number now and then, every few tiles, or never.
+// A row's running maximum is another one in each tile, or that of the first.
 TYPED_TEST(AttendTest, ScoresThatRiseWithinAStripe) {
     for (const NumberFormat format : kv_formats)
         for (const int head_dim : {64, 128})

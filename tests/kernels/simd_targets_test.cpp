@@ -155,7 +155,8 @@ TEST_F(SimdTargetsTest, EveryLowBitNumber) {
                     const float value = e4m3ToFloat(bits);
                     return std::isnan(value) ? 0.0F : value;
                 };
-                // Query head h takes element h of K alone, which is then its score.
+                // Query head h takes element h of K alone, which is then its score. By a small q: a
+                // way that holds K as far smaller numbers would lose it.
                 Model model{.format = format, .query_heads = 64, .head_dim = 80, .scale = 0x1p40F};
                 model.number = [&number, format](Kind kind, int, std::int64_t, int head,
                                                  int element) {
