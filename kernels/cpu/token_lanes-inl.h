@@ -123,7 +123,8 @@ struct TokenLanes {
     }
 
     // Scores of `rows` query rows, their q from stage, against tile_tokens<rows> tokens: scale *
-    // q.k into scores[row * score_stride + token]. The even and the odd elements have a chain each.
+    // q.k into scores[row * score_stride + token]. Of 32 elements the even and the odd ones have a
+    // chain each: one over all of them would round scores more often than HeadDimLanes do.
     // Each line that is read asks for one of the row `ahead` rows later; a row's last line, if it
     // is a shorter one, for those of some tokens.
     template <int rows>
@@ -134,11 +135,13 @@ struct TokenLanes {
         constexpr int step = 16;
         constexpr int line = 64;
         const FloatTag tag;
+        constexpr int chain_bytes = 32 * static_cast<int>(sizeof(typename Stored<format>::Bits));
         Floats even[rows];
         Floats odd[rows];
+        Floats sums[rows];
         HWY_UNROLL(8)
         for (int r = 0; r < rows; ++r)
-            even[r] = odd[r] = hn::Zero(tag);
+            even[r] = odd[r] = sums[r] = hn::Zero(tag);
         const int row_bytes = head_dim * static_cast<int>(sizeof(typename Stored<format>::Bits));
         Words tokens[4];
         HWY_UNROLL(4)
@@ -170,12 +173,17 @@ struct TokenLanes {
                 // Between the multiply-adds: together the loads would keep them waiting.
                 tokens[w] = loadBlocks(keys + w, next);
             }
+            if (next % chain_bytes != 0) continue;
+            HWY_UNROLL(8)
+            for (int r = 0; r < rows; ++r) {
+                sums[r] = hn::Add(sums[r], hn::Add(even[r], odd[r]));
+                even[r] = odd[r] = hn::Zero(tag);
+            }
         }
         const Floats scales = hn::Set(tag, scale);
         HWY_UNROLL(8)
         for (int r = 0; r < rows; ++r)
-            hn::StoreU(hn::Mul(hn::Add(even[r], odd[r]), scales), tag,
-                       scores + r * AttendScratch::score_stride);
+            hn::StoreU(hn::Mul(sums[r], scales), tag, scores + r * AttendScratch::score_stride);
     }
 };
 

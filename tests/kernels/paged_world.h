@@ -113,8 +113,8 @@ struct Model {
     }
 };
 
-// Scores rise or fall over a stripe by 16, 4 or a half, as the query head says: by three powers of
-// two in 32 tokens or less. Besides, they differ little.
+// Scores rise or fall over a stripe by 63, 16 or 2, as the query head says: by a third, an eleventh
+// or a ninetieth of a power of two with each token. Besides, they differ little.
 inline Model modelOfRisingScores(NumberFormat format, int query_heads, int head_dim) {
     Model model{.format = format,
                 .query_heads = query_heads,
@@ -124,7 +124,7 @@ inline Model modelOfRisingScores(NumberFormat format, int query_heads, int head_
     model.number = [](Kind kind, int id, std::int64_t position, int head, int element) {
         constexpr float rates[] = {1.0F, -1.0F, 0.25F, -0.25F, 0.03125F};
         if (kind == Kind::q && element == 0) return rates[head % 5];
-        if (kind == Kind::k && element == 0) return static_cast<float>(position % 256) / 16.0F;
+        if (kind == Kind::k && element == 0) return static_cast<float>(position % 256 / 4);
         const float value =
             hashed(9, kind, static_cast<std::uint64_t>(id), static_cast<std::uint64_t>(position),
                    static_cast<std::uint64_t>(head), static_cast<std::uint64_t>(element));
